@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmlx.common.digests import bytes_digest
@@ -14,7 +15,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import cuttable, most_copies
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import WHOLE, TensorShares
-from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
+from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.hostfile import Machine
@@ -112,68 +113,107 @@ def plan_inference(
     that drafts on rank 0, or ``head`` the bytes of the model's own. Raises ``UserError`` where
     layers cannot be divided so, the stage map does not fit the ranks, or the sequences not the
     memory."""
-    sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
-    shape, shares = sizes.shape, asked_shares(config, sizes, cluster)
-    across, size = shares.size, cluster.size // shares.size
-    limit = None if shape.chooses_caches else config.max_kv_size
-    most = min(config.batch_size, load.sequences)
-    quantisation = config.cache_quantisation
-    most_cuttable = cuttable(shape, limit)
+    cluster = inputs.cluster
+    shares = asked_shares(config, inputs.sizes, cluster)
+    stages = cluster.size // shares.size
     if config.draft != NO_DRAFT:
-        check_gives_back(shape, config.draft)
+        check_gives_back(inputs.sizes.shape, config.draft)
     if draft is not None:
         check_gives_back(draft.shape, config.draft)
-        most_cuttable = min(most_cuttable, cuttable(draft.shape))
-    # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
-    # quantised ones.
-    is_alone = limit is not None or quantisation is not None or not shape.takes_batches
-    groups = most if is_alone else min(size, most)
-    setup = GenerationSetup(
-        model=sizes,
-        sequences=most,
-        context=load.context,
-        chunk=config.chunk(size, cluster.backend),
-        longest=max(load.prompt, most + config.most_drafts) if load.capacity is None else None,
-        max_kv_size=limit,
-        cache_tokens=load.capacity,
-        quantisation=quantisation,
-        state_copies=most_copies(most) if load.keeps_prefixes else 0,
-        drafts=config.most_drafts,
-        head=head,
-        backend=cluster.backend,
+    setup = _setup(config, inputs, load, stages, draft, head)
+    groups = _groups(setup, stages)
+    if inputs.stage_map is not None:
+        _check_map(inputs.stage_map, config, inputs.sizes, cluster.machines[:: shares.size])
+    costs = _costs(inputs.sizes, load, rows=-(-setup.sequences // groups))
+    most_cuttable = cuttable(inputs.sizes.shape, setup.max_kv_size)
+    planned = partial(
+        InferencePlan,
+        load=load,
+        groups=groups,
+        setup=setup,
+        model=model,
+        cuttable=most_cuttable if draft is None else min(most_cuttable, cuttable(draft.shape)),
+        shares=shares,
     )
-    if draft is not None:  # for the same sequences
-        drafting = replace(setup, model=draft, max_kv_size=None, quantisation=None, state_copies=0)
-        held_beside = inference_memory(drafting, 0, draft.shape.num_layers)
-        setup = replace(setup, beside=held_beside)
-    if given is not None:
-        _check_map(given, config, sizes, cluster.machines[::across])
-    costs = _costs(sizes, load, rows=-(-most // groups))
-    problem = generation_problem(setup, shares, cluster, costs)
-
-    def plan_by(partitioner: str) -> InferencePlan:
-        stage_map = given or PARTITIONERS[partitioner](problem)
-        return InferencePlan(stage_map, load, groups, setup, model, most_cuttable, shares)
-
-    is_open = given is None and size > 1
-    less = "lower --cache-tokens"
-    if load.capacity is None:
-        less = "lower --max-tokens" + " or --batch-size" * (most > 1)
-    if draft is not None or head:
-        less += ", leave out --draft"
+    less = _less(load, setup)
     try:
-        plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
-        if config.partitioner == AUTO and is_open and _overfull(plan, inputs.budgets):
-            plan = plan_by(SMALLEST)
+        plan = _divided(config, inputs, generation_problem(setup, shares, cluster, costs), planned)
     except DoesNotFitError as error:
         more = "raise --memory-limit, " * (config.memory_limit is not None)
         raise UserError(error.fact, f"{more}{less}, or use more machines") from None
     if excess := _overfull(plan, inputs.budgets):
+        is_open = inputs.stage_map is None and stages > 1
         if is_open and config.partitioner not in (AUTO, SMALLEST):
             less += ", try --partitioner memory"
         allowed = how_to_allow(inputs.budgets, plan.memory)
         raise UserError(excess, f"{allowed}{less}, or use more machines")
     return plan
+
+
+def _setup(
+    config: InferenceConfig,
+    inputs: PlanInputs[ModelSizes],
+    load: GenerationLoad,
+    stages: int,
+    draft: ModelSizes | None,
+    head: int,
+) -> GenerationSetup:
+    """Return what decides the memory of a run on so many ``stages``."""
+    shape, backend = inputs.sizes.shape, inputs.cluster.backend
+    sequences = min(config.batch_size, load.sequences)
+    step = max(load.prompt, sequences + config.most_drafts)
+    setup = GenerationSetup(
+        model=inputs.sizes,
+        sequences=sequences,
+        context=load.context,
+        chunk=config.chunk(stages, backend),
+        longest=step if load.capacity is None else None,
+        max_kv_size=None if shape.chooses_caches else config.max_kv_size,
+        cache_tokens=load.capacity,
+        quantisation=config.cache_quantisation,
+        state_copies=most_copies(sequences) if load.keeps_prefixes else 0,
+        drafts=config.most_drafts,
+        head=head,
+        backend=backend,
+    )
+    if draft is None:
+        return setup
+    drafting = replace(setup, model=draft, max_kv_size=None, quantisation=None, state_copies=0)
+    return replace(setup, beside=inference_memory(drafting, 0, draft.shape.num_layers))
+
+
+def _groups(setup: GenerationSetup, stages: int) -> int:
+    """Return the number of groups in which sequences are under way: mlx-lm merges neither rotating
+    caches, which keep the first tokens of a sequence, nor quantised ones."""
+    is_cut = setup.max_kv_size is not None or setup.quantisation is not None
+    if is_cut or not setup.model.shape.takes_batches:
+        return setup.sequences
+    return min(stages, setup.sequences)
+
+
+def _divided(
+    config: InferenceConfig,
+    inputs: PlanInputs[ModelSizes],
+    problem: Problem,
+    planned: Callable[[StageMap], InferencePlan],
+) -> InferencePlan:
+    """Return the plan with the user's stages, or the partitioner's: if that is open, the fastest
+    division, or the one that takes the least memory. Raises ``DoesNotFitError``."""
+    if inputs.stage_map is not None:
+        return planned(inputs.stage_map)
+    is_open = config.partitioner == AUTO
+    plan = planned(PARTITIONERS[FASTEST if is_open else config.partitioner](problem))
+    if is_open and problem.num_stages > 1 and _overfull(plan, inputs.budgets):
+        return planned(PARTITIONERS[SMALLEST](problem))
+    return plan
+
+
+def _less(load: GenerationLoad, setup: GenerationSetup) -> str:
+    """Return the remedies that make a run need less memory."""
+    less = "lower --cache-tokens"
+    if load.capacity is None:
+        less = "lower --max-tokens" + " or --batch-size" * (setup.sequences > 1)
+    return f"{less}, leave out --draft" if setup.beside or setup.head else less
 
 
 def check_gives_back(shape: ModelShape, draft: str) -> None:

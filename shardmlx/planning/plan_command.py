@@ -17,14 +17,15 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
 from shardmlx.config.options import Options, in_group, section, written
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
-from shardmlx.planning.alone import each_alone
-from shardmlx.planning.choice import with_shares
+from shardmlx.planning.alone import Alone, each_alone
+from shardmlx.planning.choice import Choice, with_shares
 from shardmlx.planning.facts.chips import machines_of
-from shardmlx.planning.facts.hostfile import is_unnamed, read_hostfile
+from shardmlx.planning.facts.hostfile import Machine, is_unnamed, read_hostfile
 from shardmlx.planning.memory.training_setup import BACKENDS
 from shardmlx.planning.report.plan_report import report
 from shardmlx.planning.training_plan import plan_training, with_divided_weights
@@ -99,6 +100,11 @@ class PlanOptions(Options):
             raise UserError("--island-lines is given with --tensor-parallel", "leave one out")
 
     @property
+    def takes_stages(self) -> bool:
+        """True if what is asked for is told of stages alone, without tensor shares."""
+        return bool(self.max_of or self.output or self.island_lines)
+
+    @property
     def lines(self) -> tuple[float, ...]:
         """The bit/s of each island's line upwards; empty unless ``island_lines`` has numbers."""
         with suppress(ValueError):
@@ -133,50 +139,71 @@ def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -
 def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
-    run = options.run.spec
-    max_of = options.max_of
-    if max_of is not None and "max_seq_length" in given.flags:
-        remedy = f"--max-of {max_of} finds it: leave it out"
-        raise UserError("--max-seq-length is given", remedy)
-    if options.output:
-        if run.layout.across > 1:
-            across = f"--tensor-parallel {run.layout.across}"
-            raise UserError(f"-o is given with {across}, which takes no map", "leave it out")
-        check_writable(Path(options.output), "-o")
-    if options.machines is not None:
-        machines = machines_of(options.machines)
-    else:
-        machines = read_hostfile(str(run.machines.hostfile))
-    takes_stages = max_of or options.output or options.island_lines
-    if takes_stages and run.layout.tensor_parallel is None:
-        run = run.with_shares(1)
+    _check(options, given)
+    spec = options.run.spec
+    if options.takes_stages and spec.layout.tensor_parallel is None:
+        spec = spec.with_shares(1)
+    machines = _machines_of(options)
     with Reporter().bar("planning", 1) as bar:
         planned = plan_training(
-            run, machines, backend=options.backend, max_of=max_of, advance=bar.show
+            spec, machines, backend=options.backend, max_of=options.max_of, advance=bar.show
         )
-    others = planned.beside
-    if max_of is None:
-        is_alone = run.layout.tensor_parallel == 1 and not options.island_lines
-        if is_alone and options.run.can_share:
-            others = with_shares(run, planned.facts)
-        others += with_divided_weights(run, planned)
-    alone = () if max_of is not None else each_alone(options.run, machines, options.backend)
-    prediction = planned.prediction
-    found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline or options.island_lines:
         planned.facts.cluster.check_speeds()
     if options.output:
-        stage_map = prediction.plan.stage_map
-        # Ranks know hosts by name, not by address.
-        named = () if options.machines is not None else stage_map.hosts
-        hosts = (None if host is None or is_unnamed(host) else host for host in named)
-        write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
-    for length in found.values():
-        print(f"longest sequence that fits: {length} tokens")
-    start = ["shardmlx", "launch", "--hostfile", run.machines.hostfile or "HOSTFILE", "train"]
-    words = start + _train_words(options, given, found)
+        _write_map(options, planned)
+    found: dict[str, int] = {}
+    others: tuple[Choice, ...] = ()
+    alone: tuple[Alone, ...] = ()
+    if options.max_of is None:
+        others = _others(options, spec, planned)
+        alone = each_alone(options.run, machines, options.backend)
+    else:
+        found["max_seq_length"] = planned.asked.batch.max_seq_length
+        print(f"longest sequence that fits: {found['max_seq_length']} tokens")
+    start = ["shardmlx", "launch", "--hostfile", spec.machines.hostfile or "HOSTFILE", "train"]
+    start += _train_words(options, given, found)
     steps = options.run.iters if options.run.epochs is None else None
-    print(report(planned, options.output, words, others, options.lines, alone, steps))
+    print(report(planned, options.output, start, others, options.lines, alone, steps))
     if options.timeline:
-        print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
+        width = shutil.get_terminal_size((160, 24)).columns
+        print("\n" + timeline(planned.prediction.simulation, width))
     return 0
+
+
+def _check(options: PlanOptions, given: Given) -> None:
+    """Raise ``UserError`` for options that say one thing twice, or a file that cannot be written."""
+    if options.max_of is not None and "max_seq_length" in given.flags:
+        remedy = f"--max-of {options.max_of} finds it: leave it out"
+        raise UserError("--max-seq-length is given", remedy)
+    if options.output:
+        if options.run.layout.across > 1:
+            across = f"--tensor-parallel {options.run.layout.across}"
+            raise UserError(f"-o is given with {across}, which takes no map", "leave it out")
+        check_writable(Path(options.output), "-o")
+
+
+def _machines_of(options: PlanOptions) -> Sequence[Machine]:
+    """Return the machines that are named, or those of the hostfile."""
+    if options.machines is not None:
+        return machines_of(options.machines)
+    return read_hostfile(str(options.run.machines.hostfile))
+
+
+def _others(options: PlanOptions, spec: RunSpec, planned: Choice) -> tuple[Choice, ...]:
+    """Return what other tensor shares would make of the plan, and divided weights."""
+    others = planned.beside
+    is_alone = spec.layout.tensor_parallel == 1 and not options.island_lines
+    if is_alone and options.run.can_share:
+        others = with_shares(spec, planned.facts)
+    return others + with_divided_weights(spec, planned)
+
+
+def _write_map(options: PlanOptions, planned: Choice) -> None:
+    """Write the stage map of a plan into the file that is asked for."""
+    stage_map = planned.plan.stage_map
+    # Ranks know hosts by name, not by address.
+    named = () if options.machines is not None else stage_map.hosts
+    hosts = tuple(None if host is None or is_unnamed(host) else host for host in named)
+    model = options.run.source.model
+    write_stage_map(replace(stage_map, model=model, hosts=hosts), str(options.output))
