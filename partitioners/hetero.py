@@ -233,6 +233,7 @@ class Tables:
 
     @classmethod
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
+        """Return the tables of a problem, for machines of these kinds."""
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
         stages = range(problem.num_stages)

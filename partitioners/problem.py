@@ -27,6 +27,7 @@ class LayerCosts:
                 raise ValueError(f"a cost of {cost}")
 
     def scaled(self, factor: float) -> LayerCosts:
+        """Return all costs, ``factor`` times as large."""
         layers = tuple(cost * factor for cost in self.layers)
         return LayerCosts(layers, self.embedding * factor, self.head * factor)
 
@@ -81,14 +82,17 @@ class Problem:
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers."""
         return len(self.sizes.layers)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages, on all ranks together."""
         return len(self.placement)
 
     @property
     def pp(self) -> int:
+        """Number of pipeline ranks."""
         return max(self.placement, default=-1) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

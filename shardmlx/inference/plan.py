@@ -68,6 +68,7 @@ class InferencePlan:
 
     @property
     def mesh(self) -> Mesh:
+        """The ranks: one replica, its stages, and the shares of each."""
         return Mesh(1, self.stage_map.pp, self.shares.size)
 
     @property
@@ -78,6 +79,7 @@ class InferencePlan:
 
     @property
     def digest(self) -> str:
+        """Digest that is equal on two ranks if and only if they have the same plan."""
         return bytes_digest(repr(self).encode())
 
     @property
@@ -92,6 +94,7 @@ class InferencePlan:
 
     @property
     def caches(self) -> tuple[int, ...]:
+        """The bytes of the KV caches of each rank."""
         return tuple(kv_cache_memory(setup, *each) for setup, each in self._setups())
 
     def _setups(self) -> Iterator[tuple[GenerationSetup, tuple[int, int]]]:

@@ -243,6 +243,7 @@ def use_device(name: str, say: Callable[[str], object]) -> None:
 
 
 def this_backend() -> str:
+    """Return the backend of MLX's default device: ``cpu`` or ``metal``."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
@@ -271,6 +272,7 @@ def limits_of(
 
 
 def set_limits(limits: MemoryLimits) -> None:
+    """Set MLX's limits in this process."""
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
     if limits.wired is not None:

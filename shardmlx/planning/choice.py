@@ -69,6 +69,7 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
+        """The lowered, proved plan of the chosen way."""
         return self.assessment.plan
 
     @property

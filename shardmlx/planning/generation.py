@@ -40,6 +40,7 @@ class GenerationWay:
 
     @property
     def fits(self) -> bool:
+        """True if the fullest rank holds its part."""
         return self.peak <= self.capacity
 
     @property

@@ -172,7 +172,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _check(options: PlanOptions, given: Given) -> None:
-    """Raise ``UserError`` for options that say one thing twice, or a file that cannot be written."""
+    """Raise ``UserError`` for options that contradict others, or a file that cannot be written."""
     if options.max_of is not None and "max_seq_length" in given.flags:
         remedy = f"--max-of {options.max_of} finds it: leave it out"
         raise UserError("--max-seq-length is given", remedy)

@@ -39,6 +39,7 @@ class Split:
         return tuple((i, rank * size + j, j) for i, rank in of_stages for j in range(size))
 
     def stage(self, stage: int) -> Part:
+        """Return the tensors of a stage."""
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
     def rank(self, rank: int) -> Part:

@@ -44,6 +44,7 @@ class PlannedRun:
         return self.lengths.mean(self.plan.pack)
 
     def predict(self, length: int) -> Prediction:
+        """Return the prediction of a step of sequences of ``length`` tokens."""
         return predict(self.plan, self.workload, self.cluster, length)
 
     def peaks(self, length: int) -> list[int]:
@@ -52,6 +53,7 @@ class PlannedRun:
         return [each.peak for each in memory]
 
     def seconds(self, length: int) -> float | None:
+        """Return the predicted seconds of such a step; None where speeds are unknown."""
         return self.predict(length).step_seconds if self.cluster.unit == "seconds" else None
 
 

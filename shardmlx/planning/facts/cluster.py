@@ -36,6 +36,7 @@ class Cluster:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.machines)
 
     @property
@@ -131,6 +132,7 @@ class Cluster:
         return replace(self, machines=tuple(replace(each, ring=ring) for each, ring in machines))
 
     def is_same_host(self, a: int, b: int) -> bool:
+        """Return whether two ranks are on one machine."""
         return self.machines[a].host == self.machines[b].host
 
 

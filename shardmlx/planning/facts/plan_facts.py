@@ -66,5 +66,6 @@ class PlanFacts:
         return self.cluster.unit == "seconds" and self.cluster.knows_messages
 
     def work(self, way: RunSpec) -> Workload:
+        """Return the work of a way: its fine-tune, its batch, and its share of counted tokens."""
         share = self.lengths.counted_share(way.batch.pack)
         return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)

@@ -47,6 +47,7 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[LayerTimes, ...]:
+        """Times of each kind of layer, in the order in which the model has them."""
         return (LayerTimes(self.layer, self.frozen), *self.others)
 
 
@@ -196,6 +197,7 @@ def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON, which ``read_profiles`` reads. Raises ``UserError``."""
     content = {
         "format": FORMAT,
         "work": dict(profile.work),

@@ -140,6 +140,7 @@ class Workload(ModelSizes):
         return WIRE_FORMATS[self.fine_tune.sum_dtype].nbytes(gradients // DTYPE_BYTES["float32"])
 
     def savings(self, backend: str) -> Savings:
+        """Return what stages do to hold less, on machines of one backend."""
         return self.batch.savings(backend, self.shape.vocab_size)
 
 

@@ -59,6 +59,7 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array, or of all that are alike."""
         return self.elements * self.itemsize
 
 

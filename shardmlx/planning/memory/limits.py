@@ -89,6 +89,7 @@ class MemoryLimits:
 
     @property
     def memory(self) -> int:
+        """Bytes of MLX's arrays."""
         return int(self.budget.nbytes)
 
     @property
@@ -110,6 +111,7 @@ class MemoryLimits:
 
     @property
     def planned_process(self) -> int:
+        """Bytes that the whole process takes at the planned peak."""
         return self.process_peak(self.planned.peak)
 
     def process_peak(self, peak: int) -> int:
@@ -120,6 +122,7 @@ class MemoryLimits:
         return round(peak + self.budget.outside + kept)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the limits and what was planned, in bytes, as metrics have them."""
         return {
             "planned_peak_bytes": self.planned.peak,
             "planned_process_bytes": self.planned_process,

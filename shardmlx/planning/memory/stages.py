@@ -80,6 +80,7 @@ class _Stage:
 
     @property
     def is_last(self) -> bool:
+        """True if the stage has the lm_head."""
         return self.stop == self.setup.shape.num_layers
 
     @property
@@ -93,6 +94,7 @@ class _Stage:
         return ends
 
     def each_layer(self, start: int) -> list[LayerMemory]:
+        """Return the memory of each layer of the stage from ``start`` on."""
         return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
     @property
@@ -129,6 +131,7 @@ class _Stage:
 
     @property
     def has_input_gradient(self) -> bool:
+        """True if a stage below has trained weights."""
         return self.setup.workload.first_trained < self.start
 
     @property

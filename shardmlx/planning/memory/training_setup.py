@@ -48,14 +48,17 @@ class TrainingSetup:
 
     @property
     def shape(self) -> ModelShape:
+        """The shape of the model, or of a rank's share of it."""
         return self.workload.shape
 
     @property
     def tune(self) -> FineTune:
+        """The part of the model that is trained, and its optimizer."""
         return self.workload.fine_tune
 
     @property
     def dtype_bytes(self) -> int:
+        """Bytes of an element of the activations."""
         return self.workload.dtype_bytes
 
     @property
@@ -65,6 +68,7 @@ class TrainingSetup:
 
     @property
     def dropout(self) -> bool:
+        """True if adapters drop some of their inputs, and keep masks of them."""
         return bool(self.lora.get("dropout"))
 
     @property
@@ -126,6 +130,7 @@ class TrainingSetup:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a micro-batch, padding among them."""
         return self.rows * self.length
 
     @property

@@ -15,6 +15,7 @@ _FILES_SHOWN = 2
 
 
 def summary(inspection: Inspection) -> str:
+    """Return what a model is: its family, sizes, packing, and the files that were read."""
     files, whole = inspection.files, inspection.whole
     lines = [files.name + (f" at {files.revision[:12]}" if files.revision else "")]
     if files.note:

@@ -63,6 +63,7 @@ class Seconds:
 
     @property
     def costs(self) -> Costs:
+        """The times of a micro-batch, for a simulation."""
         return Costs(self.forward, self.input_gradient, self.weight_gradient)
 
 

@@ -51,10 +51,12 @@ class Prediction:
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of a step with its sums over replicas and its share of an update."""
         return self.simulation.makespan + self.reduce_seconds + self.update_seconds
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all replicas, padding among them."""
         return self.tokens / self.step_seconds
 
 
