@@ -54,7 +54,9 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
-        is_hetero = layout.partitioner == "hetero"  # of many ways one at most says what it lacks
+        is_hetero = (
+            layout.partitioner == "hetero"
+        )  # it may fail in many ways, of which one is shown
         stage_map = (fastest_order if is_hetero else PARTITIONERS[layout.partitioner])(problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
