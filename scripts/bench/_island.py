@@ -10,39 +10,49 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
+from shardmlx.islands.hub_link import HubLink
+from shardmlx.islands.island import Island
 from shardmlx.main import main
 from shardmlx.training import trainer
-from shardmlx.training.island import IslandRank
 
 
-class Clocked(IslandRank):
+class Clocked(Island):
+    """An island that trains on one rank, with an update each step."""
+
     waited = worked = began = 0.0
 
-    def after(self, step: int, tokens: int, *, is_last: bool) -> str | None:
+    def after_update(self, step: int, tokens: int) -> str | None:
         start = time.perf_counter()
-        if is_last:
+        if step == self._updates:
             clock = {"seconds": start - self.began, "waited": self.waited, "worked": self.worked}
             output = Path(sys.argv[sys.argv.index("--adapter-path") + 1])
             (output / "clock.json").write_text(json.dumps({**clock, "steps": step - 2}))
-        before = self.waited
-        problem = super().after(step, tokens, is_last=is_last)
+        before = Clocked.waited
+        problem = super().after_update(step, tokens)
         now = time.perf_counter()
         if step == 1:  # which compiles
-            self.began, self.waited = now, 0.0
+            self.began = now
+            Clocked.waited = 0.0
         else:
-            self.worked += now - start - (self.waited - before)
+            self.worked += now - start - (Clocked.waited - before)
         return problem
 
-    def _wait(self, *given: Any) -> None:
+
+class ClockedLink(HubLink):
+    """A link whose waits count."""
+
+    def wait(self, fragments: Iterable[int], goes_on: Callable[[], bool]) -> bool:
         start = time.perf_counter()
-        super()._wait(*given)
-        self.waited += time.perf_counter() - start
+        is_heard = super().wait(fragments, goes_on)
+        Clocked.waited += time.perf_counter() - start
+        return is_heard
 
 
 if __name__ == "__main__":
-    patch.object(trainer, "IslandRank", Clocked).start()
+    patch.object(trainer, "Island", Clocked).start()
+    patch("shardmlx.islands.hub_link.HubLink", ClockedLink).start()
     sys.exit(main(["train", *sys.argv[1:]]))

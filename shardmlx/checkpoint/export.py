@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
         return math.prod(self.shape) * DTYPES[self.dtype].size
 
     def in_whole(self, pieces: Mapping[str, Piece]) -> TensorSpec:
@@ -66,6 +68,7 @@ class TensorSpec(NamedTuple):
 
 
 def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
+    """Return the descriptions of arrays, in their order."""
     return [
         TensorSpec(name, tuple(array.shape), SAFETENSORS_NAMES[array.dtype])
         for name, array in arrays.items()
@@ -76,9 +79,56 @@ class SaveError(RuntimeError):
     """Weights or a checkpoint could not be written; the message names rank, host, file, reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """The tensors that a rank has for a file, and the pieces that some of them are."""
+
+    specs: Sequence[TensorSpec]
+    pieces: Mapping[str, Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """The tensors that rank 0 collects of all ranks, each once.
+
+    ``sources`` are the ranks that have some, each with its tensors, in the order in which rank 0
+    takes them. ``pieces`` are the ranks that each have a piece of a tensor, by its name.
+    """
+
+    sources: Sequence[tuple[int, Sequence[TensorSpec]]]
+    pieces: Mapping[str, Sequence[tuple[int, TensorSpec, Piece]]]
+
+    @classmethod
+    def of(cls, held: Sequence[HeldWeights]) -> Collection:
+        """Return what there is to collect, where rank r has ``held[r]``."""
+        sources: list[tuple[int, list[TensorSpec]]] = []
+        pieces: dict[str, list[tuple[int, TensorSpec, Piece]]] = {}
+        seen: set[str] = set()
+        for rank, own in enumerate(held):
+            for spec in own.specs:
+                if spec.name in own.pieces:
+                    part = rank, spec, own.pieces[spec.name]
+                    pieces.setdefault(spec.name, []).append(part)
+            new = [spec.in_whole(own.pieces) for spec in own.specs if spec.name not in seen]
+            seen.update(spec.name for spec in new)
+            if new:
+                sources.append((rank, new))
+        return cls(sources, pieces)
+
+    def sent_by(self, rank: int) -> list[str]:
+        """Return the names of what a rank sends to rank 0, in order."""
+        names = []
+        for owner, specs in self.sources:
+            for spec in specs:
+                senders = [member for member, _, _ in self.pieces.get(spec.name, ())] or [owner]
+                if rank in senders:
+                    names.append(spec.name)
+        return names
+
+
 class Collector:
-    """The tensors of one replica's slices, or of all replicas where each ``holds`` a part, brought
-    to rank 0. All methods are collective."""
+    """The tensors of one rank's slices, which rank 0 collects: of one replica, or of all replicas
+    where each ``holds`` a part. One tensor at a time travels."""
 
     def __init__(
         self,
@@ -92,86 +142,63 @@ class Collector:
         self._holds = holds or (lambda name: replica == 0)
         self._keeps = holds or (lambda name: True)
         self._parts = parts
-        self._pieces: dict[str, list[tuple[int, TensorSpec, Piece]]] = {}
-        """The ranks that each have a piece of a tensor, by its name, and these pieces."""
         self.name = transport.name(transport.rank)
 
-    def gather(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]] | None:
-        """Return, on rank 0, (rank, its tensors) for each rank that has some, each tensor once: it
-        must exhaust ``receive`` of each, in this order. Others return None once theirs are sent."""
-        mine = {
-            name: part[name]
-            for part in self._parts
-            for name in (part.trainable if trained_only else part.parameters())
-            if self._holds(name)
-        }
-        pieces = {
-            name: piece
-            for part in self._parts
-            for name, piece in part.pieces.items()
-            if name in mine
-        }
-        seen: set[str] = set()
-        sources = []
-        self._pieces.clear()
-        for rank, (specs, divided) in enumerate(
-            self._transport.all_gather((specs_of(mine), pieces))
-        ):
-            for spec in specs:
-                if spec.name in divided:
-                    place = rank, spec, divided[spec.name]
-                    self._pieces.setdefault(spec.name, []).append(place)
-            new = [spec.in_whole(divided) for spec in specs if spec.name not in seen]
-            seen.update(spec.name for spec in new)
-            if new:
-                sources.append((rank, new))
-        if self._transport.rank == 0:
-            return sources
-        for owner, specs in sources:
-            for spec in specs:
-                senders = [rank for rank, _, _ in self._pieces.get(spec.name, ())] or [owner]
-                if self._transport.rank in senders:
-                    handle = self._transport.send(self._own(spec), 0, OBJECT_TAG)
-                    self._wait(handle, f"saving {spec.name}, sending to", 0)
-        return None
+    def held(self, *, trained_only: bool) -> HeldWeights:
+        """Return what this rank has: all that it trains, or all of its slices."""
+        arrays: dict[str, mx.array] = {}
+        pieces: dict[str, Piece] = {}
+        for part in self._parts:
+            names = part.trainable if trained_only else part.parameters()
+            arrays |= {name: part[name] for name in names if self._holds(name)}
+            pieces |= part.pieces
+        return HeldWeights(
+            specs_of(arrays), {name: piece for name, piece in pieces.items() if name in arrays}
+        )
 
-    def receive(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
-        """Yield, on rank 0, the tensors of ``rank`` one by one."""
-        for spec in specs:
+    def send(self, names: Sequence[str]) -> None:
+        """Send these tensors to rank 0, which receives them."""
+        for name in names:
+            handle = self._transport.send(self._own(name), 0, OBJECT_TAG)
+            self._wait(handle, f"saving {name}, sending to", 0)
+
+    def receive(self, collection: Collection, rank: int) -> Iterator[tuple[str, mx.array]]:
+        """Yield, on rank 0, the tensors of the collection that ``rank`` is the source of. Rank 0
+        must take those of all sources, in their order."""
+        for spec in dict(collection.sources)[rank]:
             what = f"saving {spec.name}"
-            if spec.name not in self._pieces:
+            if spec.name not in collection.pieces:
                 yield spec.name, self._received(rank, spec, what)
                 continue
             whole = mx.zeros(spec.shape, DTYPES[spec.dtype])
-            for member, own, piece in self._pieces[spec.name]:
+            for member, own, piece in collection.pieces[spec.name]:
                 piece.put(self._received(member, own, what), piece.everything, whole)
             mx.eval(whole)
             yield spec.name, whole
 
-    def hand_out(self, tensors: Mapping[str, mx.array] | None) -> None:
-        """Set the trained tensors of all ranks to those that rank 0 has, which the others need not
-        give: the reverse of ``gather`` and ``receive``, one tensor at a time."""
-        mine = {name for part in self._parts for name in part.trainable if self._keeps(name)}
-        everyone = self._transport.all_gather(mine, "handing out weights")
-        wanted = set[str]().union(*everyone)
-        specs: list[TensorSpec] = self._transport.broadcast(
-            None if tensors is None else specs_of({name: tensors[name] for name in sorted(wanted)}),
-            what="handing out weights",
-        )
+    def wanted(self) -> set[str]:
+        """Return the names of the trained tensors that this rank keeps."""
+        return {name for part in self._parts for name in part.trainable if self._keeps(name)}
+
+    def give(self, tensors: Mapping[str, mx.array], wanted: Sequence[Set[str]]) -> None:
+        """Set this rank's trained tensors to those given, and send the others theirs, of which rank
+        r has ``wanted[r]``: on rank 0, one tensor at a time."""
+        for name in sorted({*chain.from_iterable(wanted)}):
+            array = mx.contiguous(tensors[name])
+            mx.eval(array)
+            for peer, theirs in enumerate(wanted):
+                if peer != self._transport.rank and name in theirs:
+                    handle = self._transport.send(array, peer, OBJECT_TAG)
+                    self._wait(handle, f"handing out {name}, sending to", peer)
+            if name in wanted[self._transport.rank]:
+                self._set(name, array)
+
+    def take(self, specs: Sequence[TensorSpec]) -> None:
+        """Set trained tensors to those of these that rank 0 sends: those that this rank keeps."""
+        mine = self.wanted()
         for spec in specs:
-            what = f"handing out {spec.name}"
-            array = None
-            if tensors is not None:
-                array = mx.contiguous(tensors[spec.name])
-                mx.eval(array)
-                for peer, theirs in enumerate(everyone):
-                    if peer != 0 and spec.name in theirs:
-                        handle = self._transport.send(array, peer, OBJECT_TAG)
-                        self._wait(handle, f"{what}, sending to", peer)
-            elif spec.name in mine:
-                array = self._received(0, spec, what)
-            if array is not None and spec.name in mine:
-                self._set(spec.name, array)
+            if spec.name in mine:
+                self._set(spec.name, self._received(0, spec, f"handing out {spec.name}"))
 
     def _set(self, name: str, whole: mx.array) -> None:
         for part in self._parts:
@@ -182,14 +209,14 @@ class Collector:
 
     def _received(self, rank: int, spec: TensorSpec, what: str) -> mx.array:
         if rank == self._transport.rank:
-            return self._own(spec)
+            return self._own(spec.name)
         array = new_buffer(spec.shape, DTYPES[spec.dtype])
         handle = self._transport.receive(array, rank, OBJECT_TAG)
         self._wait(handle, f"{what}, waiting for", rank)
         return array
 
-    def _own(self, spec: TensorSpec) -> mx.array:
-        array = mx.contiguous(next(part[spec.name] for part in self._parts if spec.name in part))
+    def _own(self, name: str) -> mx.array:
+        array = mx.contiguous(next(part[name] for part in self._parts if name in part))
         mx.eval(array)
         return array
 
@@ -199,15 +226,18 @@ class Collector:
 
 
 def save_adapters(
-    collector: Collector, directory: Path, config: Mapping[str, Any], copy_as: str | None
+    collector: Collector,
+    collection: Collection,
+    directory: Path,
+    config: Mapping[str, Any],
+    copy_as: str | None,
 ) -> None:
-    """Write the trained weights, and ``config``, as ``mlx_lm`` does; ``copy_as`` names a copy. All
-    ranks must call it. Raises ``SaveError`` on rank 0."""
-    sources = collector.gather(trained_only=True)
-    if sources is None:
-        return
-    specs = [spec for _, of_rank in sources for spec in of_rank]
-    arrays = chain.from_iterable(collector.receive(*source) for source in sources)
+    """Write the trained weights, and ``config``, as ``mlx_lm`` does; ``copy_as`` names a copy. On
+    rank 0, while the others ``send``. Raises ``SaveError``."""
+    specs = [spec for _, of_rank in collection.sources for spec in of_rank]
+    arrays = chain.from_iterable(
+        collector.receive(collection, owner) for owner, _ in collection.sources
+    )
     nbytes = sum(spec.nbytes for spec in specs)
     with _saving(collector, directory, nbytes) as files:
         files.write(ADAPTER_CONFIG_FILE, _json(config, 4))
@@ -217,23 +247,21 @@ def save_adapters(
             files.write(copy_as, pieces_of(directory / ADAPTER_FILE))
 
 
-def save_model(collector: Collector, source: Path, directory: Path) -> None:
+def save_model(collector: Collector, collection: Collection, source: Path, directory: Path) -> None:
     """Write the fine-tuned model as a model directory, a shard for each pipeline rank.
 
     Configuration and tokenizer are those of ``source``, with the fields that mlx-lm reads. Shards
     that this function wrote there before are replaced once the new ones are complete; nothing else
     is touched. There is no config.json during the replacement, so that a mixture of two models
-    cannot be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
+    cannot be loaded. On rank 0, while the others ``send``. Raises ``SaveError``.
     """
-    sources = collector.gather(trained_only=False)
-    if sources is None:
-        return
+    sources = collection.sources
     index: dict[str, str] = {}
     total = sum(spec.nbytes for _, specs in sources for spec in specs)
     with _saving(collector, directory, total) as files:
         for number, (owner, specs) in enumerate(sources, 1):
             name = f"model-{number:05d}-of-{len(sources):05d}.safetensors"
-            files.write(name, safetensors_pieces(specs, collector.receive(owner, specs)))
+            files.write(name, safetensors_pieces(specs, collector.receive(collection, owner)))
             index.update((spec.name, name) for spec in specs)
         for path in sorted(source.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):

@@ -6,24 +6,22 @@ tensors, one by one, to ranks that need them and see no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import DTYPES, pieces_in
-from shardmlx.checkpoint.store import Manifest, Store, name_of
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
+from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
+from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
 from shardmlx.models.runtime.slice import Piece
-
-NO_PIECES: Mapping[str, Piece] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,69 +35,76 @@ class SoundCheckpoint:
 
 
 def find_checkpoint(
-    transport: Transport, store: Store, disks: Disks, step: int | None = None
+    crew: Crew[SeenCheckpoints], store: Store, disks: Disks, step: int | None = None
 ) -> tuple[SoundCheckpoint | None, dict[int, str]]:
     """Find the newest sound checkpoint on any disk, or that of ``step``, and the faults, by step,
-    of those that were passed over. Collective: the ranks that see a disk share the reading."""
-    newest_first = _manifests(transport, store, disks)
+    of those that were passed over. On rank 0; the ranks that see a disk share the reading."""
+    of_steps = _manifests(crew, store, disks)
     faults: dict[int, str] = {}
-    for candidate in sorted(newest_first, reverse=True):
-        if step is not None and candidate != step:
-            continue
-        # A step may exist in several versions: of a run that was set back, on a disk that was away
-        # meanwhile. The version on most disks is the one that was completed last.
-        versions = newest_first[candidate]
-        manifests = [each for each in versions.values() if isinstance(each, Manifest)]
+    for candidate in sorted(of_steps, reverse=True) if step is None else [step]:
+        versions = of_steps.get(candidate, {})
         problems = [each for each in versions.values() if isinstance(each, str)]
-        distinct = [each for i, each in enumerate(manifests) if each not in manifests[:i]]
-        for manifest in sorted(distinct, key=manifests.count, reverse=True):
-            holders = [disk for disk, each in versions.items() if each == manifest]
-            sound, wrong = _check(transport, store, disks, manifest, holders)
+        for manifest, holders in _by_copies(versions):
+            sound, wrong = _check(crew, store, disks, manifest, holders)
             if not wrong:
                 return SoundCheckpoint(store, disks, manifest, sound), faults
             problems += wrong
-        faults[candidate] = problems[0]
+        if problems:
+            faults[candidate] = problems[0]
     return None, faults
 
 
 def _manifests(
-    transport: Transport, store: Store, disks: Disks
+    crew: Crew[SeenCheckpoints], store: Store, disks: Disks
 ) -> dict[int, dict[int, Manifest | str]]:
     """Return the manifest of each checkpoint, or its fault, by step and disk."""
-    what = "looking for checkpoints"
-    mine: dict[int, Manifest | str] = {}
-    if disks.leads(transport.rank):
-        for step in store.steps():
-            try:
-                mine[step] = store.manifest(step)
-            except UserError as error:
-                mine[step] = str(error)
     found: dict[int, dict[int, Manifest | str]] = {}
-    for rank, theirs in enumerate(transport.all_gather(mine, what)):
+    of_ranks = crew.all(SeenCheckpoints.manifests, store.directory, disks.leaders)
+    for rank, theirs in enumerate(of_ranks):
         for step, manifest in theirs.items():
             found.setdefault(step, {})[disks.of(rank)] = manifest
     return found
 
 
+def _by_copies(versions: Mapping[int, Manifest | str]) -> Iterator[tuple[Manifest, list[int]]]:
+    """Yield the manifests of one step, each with the disks that have it.
+
+    A step may exist in several versions: of a run that was set back, on a disk that was away
+    meanwhile. The version on most disks comes first: it is the one that was completed last.
+    """
+    copies: list[tuple[Manifest, list[int]]] = []
+    for disk, version in versions.items():
+        if isinstance(version, str):
+            continue
+        known = next((holders for manifest, holders in copies if manifest == version), None)
+        if known is None:
+            copies.append((version, [disk]))
+        else:
+            known.append(disk)
+    yield from sorted(copies, key=lambda each: len(each[1]), reverse=True)
+
+
 def _check(
-    transport: Transport, store: Store, disks: Disks, manifest: Manifest, holders: Sequence[int]
+    crew: Crew[SeenCheckpoints],
+    store: Store,
+    disks: Disks,
+    manifest: Manifest,
+    holders: Sequence[int],
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Return the disks with a sound copy of each file, and the faults of files that have none."""
-    mine: dict[str, str | None] = {}
-    disk = disks.of(transport.rank)
-    if disk in holders:
-        group = disks.groups[disk]
-        share = manifest.files[group.index(transport.rank) :: len(group)]
-        mine = {file.name: store.fault(manifest.step, file) for file in share}
-    everyone = transport.all_gather(mine, f"checking {name_of(manifest.step)}")
+    shares: list[Sequence[FileInfo]] = [()] * crew.size
+    for group in (disks.groups[disk] for disk in holders):
+        for place, rank in enumerate(group):
+            shares[rank] = manifest.files[place :: len(group)]
+    args = [(store.directory, manifest.step, share) for share in shares]
     sound: dict[str, list[int]] = {file.name: [] for file in manifest.files}
     faults: dict[str, list[str]] = {name: [] for name in sound}
-    for rank, theirs in enumerate(everyone):
+    for rank, theirs in enumerate(crew.begin_each(SeenCheckpoints.faults, args).values()):
         for name, fault in theirs.items():
             if fault is None:
                 sound[name].append(disks.of(rank))
             else:
-                faults[name].append(f"{fault} ({transport.name(rank)})")
+                faults[name].append(f"{fault} ({crew.transport.name(rank)})")
     # The damage of a copy says more than its absence from another disk.
     wrong = [
         min(faults[name], key=lambda text: " is missing (" in text)
@@ -109,51 +114,70 @@ def _check(
     return {name: tuple(where) for name, where in sound.items()}, wrong
 
 
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """The tensors that a rank takes from the files of a ``kind``, those that are ``wanted``: of
+    weights in ``own``, and of tensors that are named after them, these pieces, whatever pieces the
+    files have."""
+
+    kind: str
+    wanted: Callable[[str], bool]
+    own: Mapping[str, Piece] = field(default_factory=dict)
+
+
+Lacking = Mapping[str, Collection[str]]
+"""The names of tensors, by their file, that a rank takes and sees no copy of."""
+
+
 class CheckpointReader:
-    """The tensors of a sound checkpoint. All methods are collective."""
+    """The tensors of a sound checkpoint, as one rank reads them.
+
+    Rank 0 lets all ranks tell the ``headers`` of the files that they send, open the checkpoint with
+    all of these, tell what they lack, and read.
+    """
 
     def __init__(self, transport: Transport, found: SoundCheckpoint) -> None:
         self._transport = transport
         self._found = found
         self._directory = found.store.path(found.manifest.step)
-        mine = {
+        self._headers: dict[str, Header] = {}
+        self._pieces: dict[str, dict[str, Piece]] = {}
+
+    def headers(self) -> dict[str, Header]:
+        """Return the headers of the files that this rank sends to those that do not see them."""
+        return {
             file.name: read_header(self._directory / file.name)
-            for file in found.manifest.files
-            if self._source(file.name) == transport.rank
+            for file in self._found.manifest.files
+            if self._source(file.name) == self._transport.rank
         }
-        headers: dict[str, Header] = {}
-        for theirs in transport.all_gather(mine, "reading the headers of the checkpoint"):
-            headers |= theirs
-        self._headers = dict(sorted(headers.items()))
-        self._pieces = {file: pieces_in(header.metadata) for file, header in headers.items()}
+
+    def open(self, headers: Sequence[Mapping[str, Header]]) -> None:
+        """Take the headers of all files, which the ranks have told."""
+        for theirs in headers:
+            self._headers |= theirs
+        self._pieces = {file: pieces_in(each.metadata) for file, each in self._headers.items()}
 
     def names(self, kind: str) -> list[str]:
         """Return the names of all tensors in the files of a kind: ``weights``, for one."""
-        return [name for header in self._of(kind).values() for name in header.tensors]
+        return [name for _, header in self._of(kind) for name in header.tensors]
 
-    def _of(self, kind: str) -> dict[str, Header]:
-        return {file: each for file, each in self._headers.items() if file.startswith(f"{kind}-")}
+    def lacking(self, reading: TensorRequest) -> dict[str, set[str]]:
+        """Return what this rank takes and sees no copy of."""
+        return {
+            file: self._taken(reading, file, header)
+            for file, header in self._of(reading.kind)
+            if not self._sees(file)
+        }
 
     def read(
-        self, kind: str, wanted: Callable[[str], bool], own: Mapping[str, Piece] = NO_PIECES
+        self, reading: TensorRequest, lacking: Sequence[Lacking]
     ) -> Iterator[tuple[str, mx.array]]:
-        """Yield this rank's tensors from the files of one kind: of weights in ``own``, and of what
-        is named after them, these pieces, whatever pieces the files have. All ranks must exhaust
-        it."""
-
-        def pieces(file: str, name: str) -> tuple[Piece, Piece] | None:
-            """Return the pieces that a file and this rank have; None if both have all."""
-            theirs, mine = (_piece(name, each) for each in (self._pieces[file], own))
-            some = theirs or mine
-            return some and (theirs or some.everything, mine or some.everything)
-
-        def takes(file: str, name: str) -> bool:
-            both = pieces(file, name)
-            return wanted(name) and (both is None or both[0].meets(both[1]))
-
+        """Yield this rank's tensors. It sends others what they lack, ``lacking[rank]``: all ranks
+        exhaust it at a time."""
         begun: dict[str, mx.array] = {}
-        for file, name, array in self._stored(kind, takes):
-            if (both := pieces(file, name)) is None:
+        for file, name, array in self._stored(reading, lacking):
+            both = self._both_pieces(reading, file, name)
+            if both is None:
                 yield name, array
                 continue
             theirs, mine = both
@@ -161,31 +185,60 @@ class CheckpointReader:
             mx.eval(begun[name])
         yield from begun.items()
 
+    def _of(self, kind: str) -> list[tuple[str, Header]]:
+        """Return the files of a kind with their headers, in the order in which ranks read them."""
+        return sorted(
+            (file, each) for file, each in self._headers.items() if file.startswith(f"{kind}-")
+        )
+
+    def _sees(self, file: str) -> bool:
+        return self._found.seen_by.of(self._transport.rank) in self._found.disks[file]
+
+    def _both_pieces(
+        self, reading: TensorRequest, file: str, name: str
+    ) -> tuple[Piece, Piece] | None:
+        """Return the pieces that a file and this rank have; None if both have all."""
+        theirs = _piece(name, self._pieces[file])
+        mine = _piece(name, reading.own)
+        some = theirs or mine
+        return some and (theirs or some.everything, mine or some.everything)
+
+    def _taken(self, reading: TensorRequest, file: str, header: Header) -> set[str]:
+        """Return the names of a file's tensors that this rank takes."""
+        taken = set()
+        for name in filter(reading.wanted, header.tensors):
+            both = self._both_pieces(reading, file, name)
+            if both is None or both[0].meets(both[1]):
+                taken.add(name)
+        return taken
+
     def _stored(
-        self, kind: str, takes: Callable[[str, str], bool]
+        self, reading: TensorRequest, lacking: Sequence[Lacking]
     ) -> Iterator[tuple[str, str, mx.array]]:
         """Yield (file, name, tensor) of those that this rank takes."""
-        transport, rank = self._transport, self._transport.rank
-        for file, header in self._of(kind).items():
-            mine = [name for name in header.tensors if takes(file, name)]
-            sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
-            lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
-            read, source = partial(read_bytes, self._directory), self._source(file)
+        read = partial(read_bytes, self._directory)
+        for file, header in self._of(reading.kind):
+            taken = self._taken(reading, file, header)
+            sees_it = self._sees(file)
             for name, tensor in header.tensors.items():
-                what, nbytes = f"reading {name}", tensor.nbytes
-                for peer, needed in enumerate(lacking):
-                    if name not in needed:
-                        continue
-                    if rank == source:
-                        stream = Outgoing(transport, nbytes, peer, OBJECT_TAG, what)
-                        for piece in tensor.pieces(read):
-                            stream.write(piece)
-                        stream.close()
-                    elif rank == peer:
-                        pieces = Incoming(transport, nbytes, source, OBJECT_TAG, what)
-                        yield file, name, _filled(tensor, pieces)
-                if sees_it and name in mine:
-                    yield file, name, _filled(tensor, tensor.pieces(read))
+                peers = [rank for rank, names in enumerate(lacking) if name in names.get(file, ())]
+                if self._transport.rank == self._source(file):
+                    for peer in peers:
+                        self._send(name, tensor, peer)
+                if name in taken:
+                    pieces = tensor.pieces(read) if sees_it else self._received(name, tensor, file)
+                    yield file, name, _filled(tensor, pieces)
+
+    def _send(self, name: str, tensor: PlacedTensor, peer: int) -> None:
+        what = f"reading {name}"
+        stream = Outgoing(self._transport, tensor.nbytes, peer, OBJECT_TAG, what)
+        for piece in tensor.pieces(partial(read_bytes, self._directory)):
+            stream.write(piece)
+        stream.close()
+
+    def _received(self, name: str, tensor: PlacedTensor, file: str) -> Incoming:
+        source, what = self._source(file), f"reading {name}"
+        return Incoming(self._transport, tensor.nbytes, source, OBJECT_TAG, what)
 
     def _source(self, file: str) -> int:
         """Return the rank that sends a file to the ranks that do not see it."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shardmlx.checkpoint.reader import SoundCheckpoint, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import MARKER, Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import CheckpointOptions
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks
-from shardmlx.distributed.shared_disks import Disks, find_disks
-from shardmlx.distributed.transport import Transport
-from shardmlx.errors import file_access
+from shardmlx.distributed.crew import Crew
+from shardmlx.distributed.shared_disks import Disks
+from shardmlx.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,7 @@ class Storage:
 
     @property
     def writers(self) -> frozenset[int]:
+        """Ranks that write some part."""
         return frozenset(home for owner in range(self.owners) for home in self.homes(owner))
 
     @property
@@ -48,12 +47,12 @@ class Storage:
         """Ranks that complete a checkpoint, each on its disk."""
         if self.kind != "neighbour":
             return (0,)
-        return tuple(group[0] for group in self.disks.groups)
+        return self.disks.leaders
 
 
 def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str]) -> Storage:
     """Choose the storage for ranks 0 to ``owners`` - 1, called ``names``; ``wanted`` may be auto.
-    Raises ``AgreedError`` on all ranks if one of them cannot write its part."""
+    Raises ``UserError`` if one of them cannot write its part."""
     shared = len(disks.groups) == 1
     kind = wanted
     if wanted == "auto":
@@ -63,7 +62,7 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
         kind = "shared"
     elif wanted == "shared" and not shared:
         away = names[disks.groups[1][0]]
-        raise AgreedError(
+        raise UserError(
             f"checkpoint_storage is shared: {away} does not see the --checkpoint-dir of {names[0]}",
             "name a directory on a disk that both have, or use auto",
         )
@@ -71,7 +70,7 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
     for rank in sorted(storage.writers.union(storage.committers)):
         if disks.problems[rank] is not None:
             remedy = ", or use checkpoint_storage: rank0" if disks.problems[0] is None else ""
-            raise AgreedError(
+            raise UserError(
                 f"{names[rank]} cannot write to --checkpoint-dir: {disks.problems[rank]}: name "
                 f"another directory{remedy}"
             )
@@ -80,11 +79,10 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a run's checkpoints; ``lock`` keeps other runs away while it is open."""
+    """The place of a run's checkpoints."""
 
     store: Store
     storage: Storage
-    lock: IO[bytes] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,140 +92,121 @@ class Resumption:
     place: Place | None = None
     found: SoundCheckpoint | None = None
 
-    def release(self) -> None:
-        """Let other runs have the place."""
-        if self.place is not None and self.place.lock is not None:
-            self.place.lock.close()
-
 
 def prepare_resumption(
+    crew: Crew[SeenCheckpoints],
     options: CheckpointOptions,
     iters: int,
-    transport: Transport,
     reporter: Reporter,
     identity: Mapping[str, Any] | None,
     owners: int,
 ) -> Resumption:
     """Find where the run saves its checkpoints, and the one that it goes on from: never a damaged
-    one, or one of another ``identity`` than rank 0's; auto skips damaged ones, with a warning. All
-    ranks must call it. Raises ``AgreedError``."""
+    one, or one of another ``identity``; auto skips damaged ones, with a warning. On rank 0. Raises
+    ``UserError``."""
     resume = options.named
     if resume is not None and step_of(resume.name) is None:
-        raise AgreedError(
+        raise UserError(
             f"--resume {resume}",
             f"give auto, never, or the directory of a checkpoint, like {name_of(100)}",
         )
-    directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
-    place = None if directory is None else _open(options, transport, directory, owners)
-    with ExitStack() as on_failure:
-        on_failure.callback(Resumption(place).release)
-        resumption = _from(options, iters, transport, reporter, identity, place)
-        on_failure.pop_all()
-    return resumption
-
-
-def _from(
-    options: CheckpointOptions,
-    iters: int,
-    transport: Transport,
-    reporter: Reporter,
-    identity: Mapping[str, Any] | None,
-    place: Place | None,
-) -> Resumption:
-    """Find the checkpoint that the run goes on from, whose own are in ``place``."""
-    resume = options.named
-    is_own = resume is None
-    if place is not None and resume is not None:
-        with contextlib.suppress(OSError):
-            is_own = resume.parent.samefile(place.store.directory)
-        # Rank 0 decides, since others may work elsewhere.
-        is_own = transport.broadcast(is_own, what="comparing directories")
-    if place is not None and is_own:
-        store, disks = place.store, place.storage.disks
-    elif resume is None:
-        return Resumption()
-    else:
-        _refuse_mixture(options, transport, place)
-        store = Store(resume.parent)
-        disks = find_disks(transport, resume.parent, make=False)
-    if options.resume == "never":
-        _refuse_mixture(options, transport, place)
+    place = None if options.checkpoint_dir is None else _open(crew, options, owners)
+    source = _source(crew, options, place)
+    if source is None:
         return Resumption(place)
+    store, disks = source
     step = None if resume is None else step_of(resume.name)
-    found, faults = find_checkpoint(transport, store, disks, step)
+    found, faults = find_checkpoint(crew, store, disks, step)
     if found is None:
         _check_nothing_is_lost(options, faults)
         return Resumption(place)
-    where = store.path(found.manifest.step)
+    _check_is_of_run(iters, found, identity, reporter)
+    for text in faults.values():
+        reporter.warn(f"damaged checkpoint passed over: {text}")
+    if place is not None and store == place.store:
+        step = found.manifest.step
+        leaders = place.storage.disks.leaders
+        crew.all(SeenCheckpoints.set_aside, store.directory, step, leaders, [*faults])
+    return Resumption(place, found)
 
-    def compare() -> list[str]:
-        return [] if identity is None else check_identity(identity, found.manifest.identity, where)
 
-    notes = on_all_ranks(transport, "comparing the checkpoint with this run", compare)
-    if found.manifest.step > iters:
-        raise AgreedError(
-            f"{where} is of step {found.manifest.step}, beyond --iters {iters}",
+def _open(crew: Crew[SeenCheckpoints], options: CheckpointOptions, owners: int) -> Place:
+    """Choose where a run saves its checkpoints, and keep other runs out."""
+    directory = Path(str(options.checkpoint_dir))
+    disks = crew.all(SeenCheckpoints.see_disks, directory, make=True)[0]
+    names = [crew.transport.name(rank) for rank in range(crew.size)]
+    storage = choose_storage(options.checkpoint_storage, disks, owners, names)
+    used = [rank for writer in storage.writers for rank in disks.groups[disks.of(writer)]]
+    crew.all(SeenCheckpoints.remove_if_empty, directory, used)
+    crew.all(SeenCheckpoints.lock, directory, storage.committers)
+    return Place(Store(directory), storage)
+
+
+def _source(
+    crew: Crew[SeenCheckpoints], options: CheckpointOptions, place: Place | None
+) -> tuple[Store, Disks] | None:
+    """Return the checkpoints among which the run looks for the one to go on from, and the disks
+    that have them; None for a run that begins anew."""
+    resume = options.named
+    if place is not None:
+        is_own = resume is None or _are_one(resume.parent, place.store.directory)
+        if is_own and options.resume != "never":
+            return place.store, place.storage.disks
+        _refuse_mixture(crew, options, place)
+    if resume is None:
+        return None
+    disks = crew.all(SeenCheckpoints.see_disks, resume.parent, make=False)[0]
+    return Store(resume.parent), disks
+
+
+def _are_one(directory: Path, other: Path) -> bool:
+    try:
+        return directory.samefile(other)
+    except OSError:
+        return False
+
+
+def _check_is_of_run(
+    iters: int,
+    found: SoundCheckpoint,
+    identity: Mapping[str, Any] | None,
+    reporter: Reporter,
+) -> None:
+    """Raise ``UserError`` for a checkpoint of another run; warn of what differs otherwise."""
+    manifest = found.manifest
+    where = found.store.path(manifest.step)
+    notes = [] if identity is None else check_identity(identity, manifest.identity, where)
+    if manifest.step > iters:
+        raise UserError(
+            f"{where} is of step {manifest.step}, beyond --iters {iters}",
             "raise that, or name another --checkpoint-dir",
         )
     for text in notes:
         reporter.warn(f"{where}: {text}")
-    for text in faults.values():
-        reporter.warn(f"damaged checkpoint passed over: {text}")
-    if place is not None and store is place.store:
-        _set_aside(transport, place, found.manifest.step, faults)
-    return Resumption(place, found)
 
 
 def _check_nothing_is_lost(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
-    """Raise ``AgreedError`` where a run would begin anew though it was asked to go on, or might."""
+    """Raise ``UserError`` where a run would begin anew though it was asked to go on, or might."""
     if faults:
-        raise AgreedError(
+        raise UserError(
             f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
             "restore the file, or name another --checkpoint-dir to start anew",
         )
     if options.resume != "auto":
-        raise AgreedError(
+        raise UserError(
             f"--resume {options.resume}: there is no complete checkpoint",
             f"name a directory that holds {MARKER}, or give auto",
         )
 
 
-def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:
-    disks = find_disks(transport, directory)
-    names = [transport.name(rank) for rank in range(transport.size)]
-    storage = choose_storage(options.checkpoint_storage, disks, owners, names)
-    store = Store(directory)
-    if not any(disks.of(rank) == disks.of(transport.rank) for rank in storage.writers):
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # created to find its disks; if empty, it is not needed here
-
-    def lock() -> IO[bytes] | None:
-        return store.lock() if transport.rank in storage.committers else None
-
-    return Place(store, storage, on_all_ranks(transport, "locking the checkpoints", lock))
-
-
-def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Place | None) -> None:
+def _refuse_mixture(crew: Crew[SeenCheckpoints], options: CheckpointOptions, place: Place) -> None:
     """Refuse checkpoints of two runs in one directory: auto could not tell which is the newest."""
-    if place is None:
-        return
-    mine = place.store.steps() if place.storage.disks.leads(transport.rank) else []
-    steps = sorted({s for theirs in transport.all_gather(mine, "looking around") for s in theirs})
-    if steps:
-        raise AgreedError(
+    leaders = place.storage.disks.leaders
+    of_ranks = crew.all(SeenCheckpoints.steps, place.store.directory, leaders)
+    newest = max((step for steps in of_ranks for step in steps), default=None)
+    if newest is not None:
+        raise UserError(
             f"--resume {options.resume}: --checkpoint-dir {options.checkpoint_dir} holds "
-            f"checkpoints of another run, up to step {steps[-1]}",
+            f"checkpoints of another run, up to step {newest}",
             "go on from them with --resume auto, or name another directory",
         )
-
-
-def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[int, str]) -> None:
-    """Rename the checkpoints after ``step``, from which the run takes another course."""
-
-    def rename() -> None:
-        leads = place.storage.disks.leads(transport.rank)
-        for each in [each for each in place.store.steps() if each > step and leads]:
-            with file_access("rename", place.store.path(each)):
-                place.store.set_aside(each, "damaged" if each in faults else "superseded")
-
-    on_all_ranks(transport, "setting newer checkpoints aside", rename)

@@ -25,10 +25,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import LOCK, PARTIAL, flush_directory, lock_file, write_durably
+from shardmlx.common.durable_files import LOCK, PARTIAL, FileLock, flush_directory, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError, refusing
 
@@ -104,16 +104,18 @@ class Manifest:
             return cls(step=content["step"], files=files, **parts)
 
 
+@dataclass(frozen=True, slots=True)
 class Store:
     """The checkpoints in one directory. Methods raise ``OSError`` if the disk fails."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    directory: Path
 
     def path(self, step: int) -> Path:
+        """Return the directory of a complete checkpoint."""
         return self.directory / name_of(step)
 
     def partial(self, step: int) -> Path:
+        """Return the directory of a checkpoint that is being written, or deleted."""
         return self.directory / (PARTIAL + name_of(step))
 
     def steps(self) -> list[int]:
@@ -123,12 +125,12 @@ class Store:
         found = {step_of(path.name) for path in self.directory.iterdir()}
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
-    def lock(self) -> IO[bytes]:
-        """Keep other runs out until the file is closed. Raises ``UserError`` if one writes."""
+    def lock(self) -> FileLock:
+        """Keep other runs out until the lock is released. Raises ``UserError`` if one writes."""
         self.directory.mkdir(parents=True, exist_ok=True)
         problem = f"--checkpoint-dir {self.directory}: another run writes there"
         refusal = UserError(problem, "wait for its end, or name another directory")
-        return lock_file(self.directory / LOCK, refusal)
+        return FileLock(self.directory / LOCK, refusal)
 
     def begin(self, step: int) -> Path:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""

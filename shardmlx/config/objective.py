@@ -36,7 +36,7 @@ class OwnObjective(ObjectiveFacts):
     ``loss`` takes ``Answers`` of ``shardmlx.engine.objectives`` and ``ObjectiveOptions``, and
     returns an array: the loss of each pair, or of each row. ``reward`` returns one number for each
     answer: by default beta times what training has added to its log-probability, and times this
-    log-probability where there is no reference. All ranks must have the module.
+    log-probability where there is no reference. Each rank imports the module.
     """
 
     loss: Callable[[Any, ObjectiveOptions], Any]

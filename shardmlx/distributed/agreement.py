@@ -33,20 +33,3 @@ def on_all_ranks(transport: Transport, what: str, work: Callable[[], T]) -> T:
         return result  # type: ignore[return-value]  # work() returned it
     rank, problem, remedy = found[0]
     raise AgreedError(problem if rank == 0 else f"{transport.name(rank)}: {problem}", remedy)
-
-
-def on_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T | None:
-    """Do ``work()`` on rank 0, which returns its result; return None elsewhere. Errors reach all.
-
-    All ranks must call it.
-    """
-    return on_all_ranks(transport, what, lambda: work() if transport.rank == 0 else None)
-
-
-def from_rank_0(transport: Transport, what: str, work: Callable[[], T]) -> T:
-    """Do ``work()`` on rank 0; return its result on all ranks. Errors reach all.
-
-    All ranks must call it.
-    """
-    result: T = transport.broadcast(on_rank_0(transport, what, work), what=what)
-    return result

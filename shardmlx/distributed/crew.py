@@ -244,7 +244,8 @@ class Crew(Generic[W_co]):
     def _begin(self, method: Callable[..., T], commands: Sequence[_Command]) -> Pending[T]:
         own = commands[0]
         self._channel.send(commands, own.method)
-        pending = Pending(self._channel, method, _carried_out(self._worker, own))
+        answer = _carried_out(self.transport, self._worker, own)
+        pending = Pending(self._channel, method, answer)
         self._channel.expect(pending)
         if pending.answers[0].error is not None:
             pending.values()
@@ -328,8 +329,7 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
 
 def lead(transport: Transport, worker: W, work: Callable[[Crew[W]], T]) -> T | None:
     """Do ``work`` on rank 0, with the workers of all ranks; return its result there, and None on
-    the others, which carry out commands until it is done. All ranks must call it. Raises as
-    ``leading``."""
+    the others, which carry out commands until it is done: see ``leading``."""
     with leading(transport, worker) as crew:
         return None if crew is None else work(crew)
 
@@ -348,7 +348,7 @@ def _follow(transport: Transport, worker: Any) -> None:
                 raise message.error
             return
         is_prompt = message.is_prompt
-        answer = _carried_out(_part_of(worker, message.part), message)
+        answer = _carried_out(transport, _part_of(worker, message.part), message)
         what = f"answer to {message.method}"
         answers.send_object(pickle.dumps(answer), 0, COMMAND_TAG, what)
         answers.drain(2 * 2 * MOST_AHEAD)  # each is two messages
@@ -361,9 +361,11 @@ def _part_of(worker: Any, path: Sequence[str | int]) -> Any:
     return worker
 
 
-def _carried_out(worker: Any, command: _Command) -> _Answer:
+def _carried_out(transport: Transport, worker: Any, command: _Command) -> _Answer:
+    """Carry out a command on this rank, which says so where it fails, or is lost."""
     try:
-        return _Answer(getattr(worker, command.method)(*command.args, **command.kwargs))
+        with transport.activity.during(command.method.replace("_", " ")):
+            return _Answer(getattr(worker, command.method)(*command.args, **command.kwargs))
     except (AgreedError, AgreedFailure, Stopped) as error:
         # Without the places that it came by, which would keep what was held there.
         return _Answer(error=error.with_traceback(None))

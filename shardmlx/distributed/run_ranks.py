@@ -44,12 +44,12 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
     """Join the ranks of ``mpirun`` for the length of a block. All ranks must call it, once.
 
     A program started without mpirun is a single rank. A wait for another rank fails after
-    ``timeout`` seconds, and names what it waited for. All ranks must run the same shardmlx and MLX,
-    if ``alike``. Exceptions that all ranks raise together (``AgreedError``, ``AgreedFailure``,
-    ``Stopped``) reach the caller when all have left; so does ``sys.exit(0)``, with which a rank
-    leaves in order. Any other exception ends the job, since the other ranks would wait: this rank
-    reports it, and all processes end, with status 2 after a ``UserError``, the given one after
-    ``sys.exit``, otherwise 1.
+    ``timeout`` seconds, and names what it waited for. If ``alike``, ranks with another shardmlx or
+    MLX than rank 0's are refused. Exceptions that all ranks raise together (``AgreedError``,
+    ``AgreedFailure``, ``Stopped``) reach the caller when all have left; so does ``sys.exit(0)``,
+    with which a rank leaves in order. Any other exception ends the job, since the other ranks would
+    wait: this rank reports it, and all processes end, with status 2 after a ``UserError``, the
+    given one after ``sys.exit``, otherwise 1.
     """
     prepare()
 

@@ -41,8 +41,10 @@ class Disks:
         """Return the rank that acts for all ranks on its disk."""
         return self.groups[self.of(rank)][0]
 
-    def leads(self, rank: int) -> bool:
-        return self.leader(rank) == rank
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The ranks that act for all ranks on their disk, one of each disk."""
+        return tuple(group[0] for group in self.groups)
 
 
 def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:

@@ -53,6 +53,16 @@ class Activity:
         self._doing = what
 
     @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Set the rank's work for a block that may name it more closely: then that stays. After an
+        error ``what`` stays, as the place of the failure."""
+        before = self._doing
+        self.begin(what)
+        yield
+        if self._doing == what:
+            self._doing = before
+
+    @contextmanager
     def waiting_for(self, what: Callable[[], str]) -> Iterator[None]:
         """Name ``what`` as this rank's wait inside the block.
 
@@ -163,8 +173,8 @@ class Transport(ABC):
         return max(self.timeout, getattr(_longer, "seconds", 0.0))
 
     def limit_silence(self, seconds: float) -> None:  # noqa: B027 - threads are never silent
-        """Take a rank for lost after so many seconds without a sign of life, at the latest. All
-        ranks must call it."""
+        """Take a rank for lost after so many seconds without a sign of life, at the latest:
+        the same on all ranks."""
 
     def quiet_rank(self) -> str | None:
         """Return in words which silent rank is in doubt. Only rank 0 hears all ranks."""
@@ -223,7 +233,7 @@ class Transport(ABC):
         return pickle.loads(buffer_of(come(np.empty(size, np.uint8))))
 
     def broadcast(self, value: Any, what: str = "broadcast") -> Any:
-        """Return rank 0's ``value``. All ranks must call it."""
+        """Return rank 0's ``value``."""
         if self.rank != 0:
             return self.receive_object(0, what)
         payload, outbox = pickle.dumps(value), Outbox(self)
@@ -233,20 +243,19 @@ class Transport(ABC):
         return value
 
     def gather(self, value: Any, what: str = "gather") -> list[Any] | None:
-        """Return the values of all ranks, by rank, on rank 0; None elsewhere. All ranks must call
-        it."""
+        """Return the values of all ranks, by rank, on rank 0; None elsewhere."""
         if self.rank != 0:
             self.send_object(value, 0, what)
             return None
         return [value, *(self.receive_object(peer, what) for peer in range(1, self.size))]
 
     def all_gather(self, value: Any, what: str = "all-gather") -> list[Any]:
-        """Return the values of all ranks, by rank. All ranks must call it."""
+        """Return the values of all ranks, by rank."""
         values: list[Any] = self.broadcast(self.gather(value, what=what), what=what)
         return values
 
     def barrier(self, what: str = "barrier") -> None:
-        """Return once every rank has come here. All ranks must call it."""
+        """Return once every rank has come here."""
         self.all_gather(None, what)
 
 

@@ -150,7 +150,7 @@ class Engine:
         key: tuple[int, ...] = (0,),
         reduce: bool = True,
     ) -> Results:
-        """Run forward and backward of this replica's micro-batches. All ranks must call it.
+        """Run forward and backward of this replica's micro-batches.
 
         Adds to the gradients of the stages. With ``reduce`` the gradients are then summed over the
         global batch. ``scale`` is 1 / valid tokens of the global batch, ``key`` seeds the masks of
@@ -163,7 +163,7 @@ class Engine:
 
     def train_steps(self, steps: Sequence[Step]) -> list[Results]:
         """Make a step of each of several engines that differ only in what they train, this one the
-        first: micro-batches of one fill the bubble of another. All ranks must call it.
+        first: micro-batches of one fill the bubble of another.
 
         Returns the results of each, as ``train_step``. This engine records all events.
         """
@@ -188,7 +188,7 @@ class Engine:
         return found
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
-        """Run forward only, and return the results like ``train_step``. All ranks must call it."""
+        """Run forward only, and return the results like ``train_step``."""
         grid = self.plan.forwards(len(microbatches))
         run = _Run([Step(self, microbatches)], train=False)
         self._run(grid[self.pipeline_rank], run)
@@ -197,7 +197,7 @@ class Engine:
     def gradient_norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm after a step that reduced; the same on all ranks.
 
-        The norm is not a number if any rank's part is ``spoiled``. All ranks must call it.
+        The norm is not a number if any rank's part is ``spoiled``.
         """
         with self.recorder.span(Span.REDUCE, "norm", (self._runs, -2)):
             return self.reducer.norm(spoiled)

@@ -46,7 +46,7 @@ class EvaluationWorker(InferenceWorker):
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
-    """Evaluate as rank 0's ``config`` says. All ranks must call it; raises as ``lead``."""
+    """Evaluate as rank 0's ``config`` says. On all ranks; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
     with closing(EvaluationWorker(transport, reporter)) as worker:
         lead(transport, worker, partial(_evaluate, config, blas))

@@ -49,7 +49,7 @@ class Scorer:
         self._outbox = Outbox(transport)
 
     def score(self, sequences: Sequences) -> list[Scores]:
-        """Return, on rank 0, the sequences' scores. All ranks must call it, with the same ones."""
+        """Return, on rank 0, the sequences' scores. All ranks score the same ones."""
         rank, name = self._transport.rank, self._transport.name
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -18,13 +18,21 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
-from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import as_json, progress, text, write
-from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, open_routes
+from shardmlx.hosts.findings import (
+    BrokenPart,
+    Examination,
+    Host,
+    Link,
+    LinkSpeed,
+    Route,
+    open_routes,
+)
 from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
@@ -33,102 +41,179 @@ from shardmlx.hosts.speed_tests import matmul_flops, measure_link
 from shardmlx.loading.rank_setup import use_device, working_set
 from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 
-SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
+SECONDS_FOR_FACTS = 120.0
+"""Seconds for all tools that ask a machine for its facts."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Listener:
-    """A host's facts, the port it listens on, and the networks that Open MPI may use."""
+class ListeningHost:
+    """The facts of the host ``name``, the port it listens on, and the networks that Open MPI may
+    use."""
 
+    name: str
     facts: HostFacts
     port: int
     include: str | None
 
 
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
-    """Examine, show and write; ``AgreedFailure`` for ``--strict``. All ranks must call it."""
-    known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
-    say = progress if transport.rank == 0 else lambda line: None
-    on_all_ranks(transport, "choosing the device", partial(use_device, config.device, say))
-    examination = Examiner(transport, config.seconds, say).examine(blas, self_test=config.self_test)
-    count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
+    """Examine, show and write, as rank 0's ``config`` says, on all ranks. Raises as ``lead``, and
+    ``AgreedFailure`` for ``--strict``."""
+    with closing(DoctorWorker(transport, blas)) as worker:
+        lead(transport, worker, partial(_examine, config))
+
+
+def _examine(config: DoctorConfig, crew: Crew[DoctorWorker]) -> None:
+    """Examine, show and write. On rank 0."""
+    known = _machines(config)
+    crew.all(DoctorWorker.use_device, config.device)
+    examination = examine(crew, config.seconds, self_test=config.self_test)
+    count = _report(config, examination, known)
     if any(link.speed is None for link in examination.links):
         # In MPI_Finalize all ranks would connect, and crash if two cannot.
-        say("not all hosts can connect, so that the job ends with MPI_ABORT")
+        progress("not all hosts can connect, so that the job ends with MPI_ABORT")
         status = 1 if config.strict else 0
-        if transport.rank == 0:
-            tell_launch(status)
-        transport.barrier("leaving")
-        transport.abort(status)
+        tell_launch(status)
+        crew.all(DoctorWorker.abort, status)
     if config.strict and count:
         raise AgreedFailure(f"{plural(count, 'warning')} (--strict)")
 
 
-class Examiner:
-    """A rank's part in an examination. ``say`` announces each step."""
+def examine(crew: Crew[DoctorWorker], seconds: float, *, self_test: bool = False) -> Examination:
+    """Examine the hosts and their links, each measurement for so many seconds. On rank 0."""
+    worker = crew.worker
+    progress(f"asking {plural(len(worker.ranks), 'host')}")
+    with crew.transport.longer_timeout(SECONDS_FOR_FACTS):
+        asked = crew.all(DoctorWorker.listen)
+        listeners = {each.name: each for each in asked if each is not None}
+        tried = crew.all(DoctorWorker.routes, listeners)
+    routes = {host: tried[first] for host, (first, *_) in worker.ranks.items()}
+    progress("trying what libraries do not promise")
+    crew.all(DoctorWorker.try_libraries)
+    if self_test:
+        progress("comparing with the CPU")
+        crew.all(DoctorWorker.test_itself)
+    progress("multiplying matrices")
+    # All together, like in a run.
+    flops = crew.all(DoctorWorker.multiply, seconds)
+    hosts = [
+        replace(host, flops=_sums([flops[rank] for rank in host.ranks]))
+        for host in crew.all(DoctorWorker.describe)
+        if host is not None
+    ]
+    return Examination(tuple(hosts), tuple(_links(crew, routes, seconds)))
 
-    def __init__(self, transport: Transport, seconds: float, say: Callable[[str], None]) -> None:
-        self._transport = transport
-        self._seconds = seconds
-        self._say = say
+
+def _links(
+    crew: Crew[DoctorWorker],
+    routes: Mapping[str, Mapping[str, tuple[Route, ...]]],
+    seconds: float,
+) -> Iterator[Link]:
+    """Measure one after another, so that none disturbs another."""
+    ranks = crew.worker.ranks
+    pairs = list(combinations(ranks, 2))
+    for number, (a, b) in enumerate(pairs, start=1):
+        progress(f"measuring {a} - {b} ({number} of {len(pairs)})")
+        there, back = routes[a][b], routes[b][a]
+        found: LinkSpeed | str | None = None
+        if _may_talk(there) and _may_talk(back):
+            first, second = ranks[a][0], ranks[b][0]
+            # These two may each wait for a lost message.
+            patience = 3 * crew.transport.timeout + 10 * seconds
+            with crew.transport.longer_timeout(patience):
+                said = crew.all(DoctorWorker.measure, first, second, seconds)
+            found = said[first] or said[second]
+        problem = found if isinstance(found, str) else None
+        speed = found if isinstance(found, LinkSpeed) else None
+        yield Link(first=a, second=b, there=there, back=back, speed=speed, problem=problem)
+
+
+class DoctorWorker:
+    """The part of one rank in an examination; the first of each host acts for it. Must be
+    closed."""
+
+    def __init__(self, transport: Transport, blas: Blas) -> None:
         hosts = transport.hosts
-        self._ranks = {
+        self._transport = transport
+        self._blas = blas
+        self.ranks = {
             host: tuple(rank for rank, other in enumerate(hosts) if other == host) for host in hosts
         }
+        """The ranks of each host."""
         self._mine = hosts[transport.rank]
-        self._leads = self._ranks[self._mine][0] == transport.rank
+        self._leads = self.ranks[self._mine][0] == transport.rank
+        self._listening = ExitStack()
+        self._facts: HostFacts | None = None
+        self._broken: list[BrokenPart] = []
+        self._tested: dict[str, float] = {}
 
-    def examine(self, blas: Blas, *, self_test: bool = False) -> Examination:
-        """Examine the hosts and their links. All ranks must call it, and get the same."""
-        transport = self._transport
-        facts, routes = self._ask()
-        self._say("trying what libraries do not promise")
-        broken = tuple(broken_parts()) if self._leads else ()
-        tested: dict[str, float] = {}
-        if self_test:
-            self._say("comparing with the CPU")
-            tested = differences() if self._leads else {}
-        self._say("multiplying matrices")
-        # All together, like in a run.
-        transport.barrier("multiplying matrices")
+    def use_device(self, name: str) -> None:
+        """Compute on a device. Raises ``UserError`` where MLX lacks it."""
+        use_device(name, progress if self._transport.rank == 0 else lambda line: None)
+
+    def listen(self) -> ListeningHost | None:
+        """Listen for other hosts, and return what this one says of itself, if this rank acts for
+        it."""
+        if not self._leads:
+            return None
+        self._facts = collect()
+        port = self._listening.enter_context(listen()).getsockname()[1]
+        return ListeningHost(self._mine, self._facts, port, os.environ.get(INCLUDE))
+
+    def routes(self, listeners: Mapping[str, ListeningHost]) -> dict[str, tuple[Route, ...]]:
+        """Try the addresses of the other hosts; return the routes to each of them, if this rank
+        acts for its host."""
+        return self._routes(listeners) if self._leads else {}
+
+    def try_libraries(self) -> None:
+        """Try what libraries do not promise."""
+        self._broken = [*broken_parts()] if self._leads else []
+
+    def test_itself(self) -> None:
+        """Compare results of the device with the CPU's."""
+        self._tested = differences() if self._leads else {}
+
+    def multiply(self, seconds: float) -> dict[str, float]:
+        """Return the FLOP/s by dtype that this rank measures."""
+        return _flops(mx.default_device(), seconds)
+
+    def describe(self) -> Host | None:
+        """Return this host as it was found, but for its FLOP/s, if this rank acts for it."""
+        if self._facts is None:
+            return None
         device = mx.default_device()
-        mine = Host(
+        library = self._transport.library
+        return Host(
             name=self._mine,
-            ranks=self._ranks[self._mine],
-            facts=facts[self._mine],
-            mpi=transport.library and transport.library.removeprefix("Open MPI v"),
-            blas=blas.name,
-            blas_hint=INSTALL_OPENBLAS if blas.hint else "",
+            ranks=self.ranks[self._mine],
+            facts=self._facts,
+            mpi=library and library.removeprefix("Open MPI v"),
+            blas=self._blas.name,
+            blas_hint=INSTALL_OPENBLAS if self._blas.hint else "",
             device="GPU" if device.type == mx.DeviceType.gpu else "CPU",
             working_set=working_set(),
-            flops=_flops(device, self._seconds),
-            broken=broken,
-            self_test=tested,
-        )
-        seen = transport.all_gather(mine, "multiplying matrices")
-        hosts = (_as_one([seen[rank] for rank in own]) for own in self._ranks.values())
-        return Examination(tuple(hosts), tuple(self._links(routes)))
-
-    def _ask(self) -> tuple[dict[str, HostFacts], dict[str, dict[str, tuple[Route, ...]]]]:
-        """Return, by host, its facts, and its routes to each other host."""
-        transport = self._transport
-        self._say(f"asking {plural(len(self._ranks), 'host')}")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(transport.longer_timeout(SECONDS_FOR_FACTS))
-            listener = None
-            if self._leads:
-                port = stack.enter_context(listen()).getsockname()[1]
-                listener = _Listener(collect(), port, os.environ.get(INCLUDE))
-            everyone = transport.all_gather(listener, "asking the hosts")
-            listeners = {host: everyone[first] for host, (first, *_) in self._ranks.items()}
-            mine = self._routes(listeners) if self._leads else {}
-            routes = transport.all_gather(mine, "trying connections")
-        return (
-            {host: listener.facts for host, listener in listeners.items()},
-            {host: routes[first] for host, (first, *_) in self._ranks.items()},
+            flops={},
+            broken=tuple(self._broken),
+            self_test=self._tested,
         )
 
-    def _routes(self, listeners: Mapping[str, _Listener]) -> dict[str, tuple[Route, ...]]:
+    def measure(self, first: int, second: int, seconds: float) -> LinkSpeed | str | None:
+        """Measure the link between two ranks, if this is one of them: the speed, or the problem. A
+        lost message ends the wait of both."""
+        if self._transport.rank not in (first, second):
+            return None
+        return measure_link(self._transport, first, second, seconds)
+
+    def abort(self, status: int) -> None:
+        """End this process, without MPI_Finalize. Does not return."""
+        self._transport.barrier("leaving")
+        self._transport.abort(status)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listening.close()
+
+    def _routes(self, listeners: Mapping[str, ListeningHost]) -> dict[str, tuple[Route, ...]]:
         """Return the routes to the addresses of each other host that are not this one's too."""
         own = {each.address: each for each in listeners[self._mine].facts.interfaces}
         targets = [
@@ -147,43 +232,16 @@ class Examiner:
             found[host] += (Route(name, medium, each.address, each.network, error, used),)
         return found
 
-    def _links(self, routes: Mapping[str, Mapping[str, tuple[Route, ...]]]) -> list[Link]:
-        """Measure one after another, so that none disturbs another."""
-        links = []
-        pairs = list(combinations(self._ranks, 2))
-        for number, (a, b) in enumerate(pairs, start=1):
-            self._say(f"measuring {a} - {b} ({number} of {len(pairs)})")
-            there, back = routes[a][b], routes[b][a]
-            speed, problem = None, None
-            if _may_talk(there) and _may_talk(back):
-                speed, problem = self._measure(self._ranks[a][0], self._ranks[b][0])
-            link = Link(first=a, second=b, there=there, back=back, speed=speed, problem=problem)
-            links.append(link)
-        return links
-
-    def _measure(self, first: int, second: int) -> tuple[LinkSpeed | None, str | None]:
-        transport = self._transport
-        mine = None
-        if transport.rank in (first, second):
-            mine = measure_link(transport, first, second, self._seconds)
-        # The other ranks wait while these two may each wait for a lost message.
-        with transport.longer_timeout(3 * transport.timeout + 10 * self._seconds):
-            said = transport.all_gather(mine, "measuring links")
-        found: LinkSpeed | str | None = said[first] or said[second]
-        return (None, found) if isinstance(found, str) else (found, None)
-
 
 def _may_talk(routes: Sequence[Route]) -> bool:
     """Return whether messages may pass: MPI may know an address that is unknown here."""
     return bool(open_routes(routes)) or not any(route.used for route in routes)
 
 
-def _as_one(ranks: Sequence[Host]) -> Host:
-    dtypes = dict.fromkeys(dtype for rank in ranks for dtype in rank.flops)
-    return replace(
-        ranks[0],
-        flops={dtype: sum(rank.flops.get(dtype, 0.0) for rank in ranks) for dtype in dtypes},
-    )
+def _sums(flops: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the FLOP/s of several ranks together."""
+    dtypes = dict.fromkeys(dtype for each in flops for dtype in each)
+    return {dtype: sum(each.get(dtype, 0.0) for each in flops) for dtype in dtypes}
 
 
 def _flops(device: mx.Device, seconds: float) -> dict[str, float]:

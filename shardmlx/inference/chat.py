@@ -24,7 +24,7 @@ PROMPT = ">> "
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
-    """Hold the conversation. All ranks must call it; raises as ``prepare``."""
+    """Hold the conversation. On all ranks; raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     run_inference(transport, reporter, partial(_hold, config, blas))
 

@@ -32,7 +32,7 @@ Prompt = tuple[tuple[int, ...], int]
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
-    """Generate as ``config`` says. All ranks must call it; raises as ``prepare``."""
+    """Generate as ``config`` says. On all ranks; raises as ``prepare``."""
     # Answers on stdout are for another program to read.
     is_for_programs = config.prompts is not None and config.output is None
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)

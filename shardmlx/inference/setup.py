@@ -43,8 +43,7 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 def run_inference(
     transport: Transport, reporter: Reporter, work: Callable[[Crew[InferenceWorker]], None]
 ) -> None:
-    """Do ``work`` on rank 0, with the workers of all ranks. All ranks must call it. Raises as
-    ``lead``."""
+    """Do ``work`` on rank 0, with the workers of all ranks. On all ranks; raises as ``lead``."""
     with closing(InferenceWorker(transport, reporter)) as worker:
         lead(transport, worker, work)
 

@@ -32,8 +32,8 @@ SECONDS_OF_SILENCE = 30.0
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve until a signal stops it. All ranks must call it; raises as ``lead``, and ``Stopped`` if
-    its terminal was closed."""
+    """Serve until a signal stops it. On all ranks; raises as ``lead``, and ``Stopped`` if its
+    terminal was closed."""
     reporter = Reporter(quiet=transport.rank != 0)
     with ExitStack() as stack:
         run_inference(transport, reporter, partial(_serve, config, blas, stack))

@@ -40,17 +40,19 @@ class Checkpoints:
         """Let all ranks take their part of the checkpoint to resume. Raises ``UserError``."""
         found = self._job.resumption.found
         assert found is not None, "there is one to resume"
-        lacking = [name for names in self._crew.all(RunWorker.missing) for name in names]
-        if lacking:
+        headers = self._crew.all(RunWorker.headers)
+        missing = self._crew.all(RunWorker.missing, headers)
+        untold = [name for each in missing for name in each.nowhere]
+        if untold:
             step = found.manifest.step
-            raise UserError(f"the checkpoint of step {step} lacks {lacking[0]}")
-        self._crew.all(RunWorker.restore)
+            raise UserError(f"the checkpoint of step {step} lacks {untold[0]}")
+        self._crew.all(RunWorker.restore, [each.lacking for each in missing])
 
     def go_on_from(self, point: Point) -> None:
         """Resume the run at a restored ``point``, which is not saved again in the same place."""
         found = self._job.resumption.found
         self.mark(point)
-        if found is not None and self._place is not None and self._place.store is found.store:
+        if found is not None and self._place is not None and self._place.store == found.store:
             self._saved_step = point.step
 
     def mark(self, point: Point) -> None:

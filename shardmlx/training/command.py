@@ -49,7 +49,7 @@ def run(
     *,
     on_event: Listener | None = None,
 ) -> None:
-    """Train for the command, and print the computing device first. All ranks must call it."""
+    """Train for the command, and print the computing device first. On all ranks."""
     with ExitStack() as stack:
 
         def work(crew: Crew[TrainWorker]) -> None:

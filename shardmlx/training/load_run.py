@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import RunFacts, identity_of
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import Store, step_of
 from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
@@ -18,13 +19,14 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError, file_access
+from shardmlx.islands.hub_link import join
+from shardmlx.islands.shared_weights import Sharing
 from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.sizes.shares import WHOLE
 from shardmlx.planning.facts.workload import only_dtype
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.island import join
 from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.worker import TrainWorker
 
@@ -38,24 +40,29 @@ def load_run(
 ) -> None:
     """Find the checkpoint to go on from, and load each rank's stages, for the run ``name``: empty
     for a run alone. On rank 0, once all ranks have built its model. Raises ``UserError``."""
-    plan, tune, worker = planned.plan, planned.way.fine_tune, crew.worker
+    config, plan, worker = planned.config, planned.plan, crew.worker
+    tune = planned.way.fine_tune
     crew.all(TrainWorker.cut, planned)
     identity = _identity(planned, data, worker)
+    resumption = Resumption()
     if tune.train:
         divides = tune.divides_optimizer or tune.keeps_errors
         owners = plan.mesh.size // (1 if divides else plan.mesh.dp)
-        crew.all(TrainWorker.find_resumption, identity, owners)
-        worker.lock_output()
-    membership = join(planned, worker.shapes(), reporter)
+        checkpoints = crew.part(SeenCheckpoints, "checkpoints")
+        resumption = prepare_resumption(
+            checkpoints, config.checkpoints, config.iters, reporter, identity, owners
+        )
+        worker.lock_output(resumption.place)
+    link = join(config, planned.plan.model, worker.shapes(), reporter)
     if plan.mesh.tp > 1:
         crew.all(TrainWorker.join_group, [plan.mesh.sharing(rank) for rank in range(crew.size)])
         crew.all(TrainWorker.share_layers)
     if not worker.runs:
         crew.all(ModelWorker.set_limits, planned.limits)
         bring_weights(crew, _needs(planned, worker), reporter)
-    told = membership and replace(membership, hub=None)
-    loaded = crew.all(TrainWorker.load, told, name, planned.config.metrics_file)
-    worker.runs[-1].lead_with(data, identity, membership)
+    sharing = None if link is None else Sharing(link.joined.terms, link.tensors)
+    loaded = crew.all(TrainWorker.load, resumption, sharing, name, config.metrics_file)
+    worker.runs[-1].lead_with(data, identity, link)
     columns = {
         "weights": [gibibytes(each.nbytes) for each in loaded],
         "trained": [f"{each.trained / 1e6:.3f}M" for each in loaded],

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardmlx.checkpoint.export import Collection, specs_of
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.digests import file_digest
 from shardmlx.config.train import BEST
 from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError
+from shardmlx.loading.adapters import read_tensors
 from shardmlx.loading.manifest import fingerprint
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
 from shardmlx.modelfiles.sources import ADAPTER_FILE
@@ -104,7 +106,11 @@ class Outputs:
         kept = self.kept
         if kept is None:
             return False
-        self._crew.all(RunWorker.take_weights, self._files(Path(kept.place)))
+        files = self._files(Path(kept.place))
+        wanted = self._crew.all(RunWorker.wanted_weights)
+        tensors = read_tensors(files)
+        specs = specs_of({name: tensors[name] for name in sorted(set[str]().union(*wanted))})
+        self._crew.all(RunWorker.take_weights, files, specs, wanted)
         return True
 
     def _write(self, directory: Path, copy_as: str | None) -> bool:
@@ -119,7 +125,8 @@ class Outputs:
                     "write the checkpoint's weights, name another --adapter-path"
                 )
                 return False
-        self._crew.all(RunWorker.save, directory, copy_as)
+        collection = Collection.of(self._crew.all(RunWorker.held_weights))
+        self._crew.all(RunWorker.save, collection, directory, copy_as)
         return True
 
     def _is_later(self, directory: Path) -> bool:

@@ -102,8 +102,7 @@ class ProfileWorker:
 
 
 def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
-    """Measure on every rank; rank 0 writes the profile. All ranks must call it. Raises as
-    ``lead``."""
+    """Measure on every rank; rank 0 writes the profile. On all ranks; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
     worker = ProfileWorker(transport, reporter)
     lead(transport, worker, partial(_profile, options, reporter, blas))

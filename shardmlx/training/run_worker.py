@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +11,32 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.export import Collector, save_adapters, save_model
+from shardmlx.checkpoint.export import (
+    Collection,
+    Collector,
+    HeldWeights,
+    TensorSpec,
+    save_adapters,
+    save_model,
+)
+from shardmlx.checkpoint.reader import Lacking
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.distributed.crew import takes_long
 from shardmlx.engine.batches import SWAPPED
 from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span, Traced, Window
+from shardmlx.islands.hub_link import HubLink
+from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.loading.adapters import read_tensors
+from shardmlx.modelfiles.safetensors_header import Header
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.island import IslandRank, Membership
 from shardmlx.training.losses import Gradients, answers_of, evaluating, set_baselines
 from shardmlx.training.nonfinite import nonfinite_weight
 from shardmlx.training.rows import Rows, Share, share_of
 from shardmlx.training.scores import scores_of
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.snapshots import Snapshots
+from shardmlx.training.snapshots import MissingTensors, Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +94,10 @@ class RunWorker:
         self._updater = Updater(
             job.optimizer, job.stages, shards, masters=options.tune.master_weights
         )
-        self.island: IslandRank | None = None
-        if job.membership is not None:
-            batch = planned.way.batch
-            self.island = IslandRank(job.membership, engine, self._updater, job.reporter, batch)
-        self.snapshots = Snapshots(job, self._updater, self.island)
+        self.shared: SharedWeights | None = None
+        if job.sharing is not None:
+            self.shared = SharedWeights(job.sharing, engine, self._updater)
+        self.snapshots = Snapshots(job, self._updater, self.shared)
         holds = None if shards.weights is None else shards.holds
         self._collector = Collector(planned.plan, job.transport, parts, holds)
         self._gradients = Gradients(job)
@@ -99,15 +108,10 @@ class RunWorker:
         """Shapes of the padded micro-batches so far."""
 
     def lead_with(
-        self,
-        data: DataSets,
-        identity: Mapping[str, Any] | None,
-        membership: Membership | None,
+        self, data: DataSets, identity: Mapping[str, Any] | None, link: HubLink | None
     ) -> None:
         """Take what rank 0 alone has of the run."""
-        self.job = replace(self.job, data=data, identity=identity, membership=membership)
-        if self.island is not None and membership is not None and membership.hub is not None:
-            self.island.talk_to(membership.hub)
+        self.job = replace(self.job, data=data, identity=identity, link=link)
 
     # Training.
 
@@ -142,8 +146,7 @@ class RunWorker:
         answer = StepAnswer(sums, share.valid_tokens, share.count)
         if self._step % self._options.batch.grad_accumulation_steps == 0:
             answer = self._update(answer)
-            if self.island is None:
-                self.snapshots.mark()
+            self.snapshots.mark()
         if mx.get_cache_memory() > self._options.clear_cache_threshold:
             mx.clear_cache()
         return answer
@@ -237,22 +240,38 @@ class RunWorker:
 
     def has_moved(self) -> bool:
         """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
-        return self._updater.has_moved or (self.island is not None and self.island.has_taken)
+        return self._updater.has_moved or (self.shared is not None and self.shared.has_taken)
+
+    def held_weights(self) -> HeldWeights:
+        """Return what this rank has of what the run leaves."""
+        return self._collector.held(trained_only=not self._options.tune.is_full)
 
     @takes_long
-    def save(self, directory: Path, copy_as: str | None) -> None:
+    def save(self, collection: Collection, directory: Path, copy_as: str | None) -> None:
         """Write the weights, on rank 0, with a copy of adapters. Raises ``SaveError``."""
-        if self._options.tune.is_full:
-            save_model(self._collector, self.job.model_path, directory)
+        rank = self._transport.rank
+        if rank != 0:
+            self._collector.send(collection.sent_by(rank))
+        elif self._options.tune.is_full:
+            save_model(self._collector, collection, self.job.model_path, directory)
         else:
             config = self._options.to_adapter_config()
-            save_adapters(self._collector, directory, config, copy_as)
+            save_adapters(self._collector, collection, directory, config, copy_as)
+
+    def wanted_weights(self) -> set[str]:
+        """Return the names of the trained weights that this rank keeps."""
+        return self._collector.wanted()
 
     @takes_long
-    def take_weights(self, files: Sequence[Path]) -> None:
-        """Put the weights in files of rank 0 into the stages. Raises ``UserError``."""
-        tensors = read_tensors(files) if self._transport.rank == 0 else None
-        self._collector.hand_out(tensors)
+    def take_weights(
+        self, files: Sequence[Path], specs: Sequence[TensorSpec], wanted: Sequence[Set[str]]
+    ) -> None:
+        """Put the weights in files of rank 0 into the stages, of which rank r keeps ``wanted[r]``.
+        Raises ``UserError``."""
+        if self._transport.rank == 0:
+            self._collector.give(read_tensors(files), wanted)
+        else:
+            self._collector.take(specs)
         shards = self.job.engine.shards
         names = [name for stage in self.job.stages for name in stage.names]
         shards.start_gather(list(dict.fromkeys(names)))
@@ -261,16 +280,23 @@ class RunWorker:
     # Checkpoints.
 
     @takes_long
-    def missing(self) -> list[str]:
-        """Open the checkpoint to resume; return the trained weights that it lacks."""
-        return self.snapshots.open()
+    def headers(self) -> dict[str, Header]:
+        """Return what this rank, for those that do not see them, knows of the files of the
+        checkpoint to resume. Raises ``UserError``."""
+        return self.snapshots.headers()
+
+    def missing(self, headers: Sequence[Mapping[str, Header]]) -> MissingTensors:
+        """Open the checkpoint to resume, with the headers of all ranks; return what this rank
+        misses of it."""
+        return self.snapshots.open(headers)
 
     @takes_long
-    def restore(self) -> None:
-        """Take this rank's part of the checkpoint to resume. Raises ``UserError``."""
+    def restore(self, lacking: Sequence[Lacking]) -> None:
+        """Take this rank's part of the checkpoint to resume, and send the others what they lack.
+        Raises ``UserError``."""
         found = self.job.resumption.found
         assert found is not None, "there is one to resume"
-        self.snapshots.restore()
+        self.snapshots.restore(lacking)
         self.snapshots.mark()
         self._step = found.manifest.step
         self.meter.start_after(found.manifest.step)
@@ -284,23 +310,3 @@ class RunWorker:
     def finish_checkpoint(self) -> float:
         """Wait until this rank's part is written; return the seconds of the wait."""
         return self.snapshots.finish()
-
-    # Islands.
-
-    @takes_long
-    def enter_hub(self) -> None:
-        """Give the hub the weights that it lacks, and take its others. Raises ``UserError``."""
-        assert self.island is not None, "it is one"
-        self.island.enter(self._step)
-
-    @takes_long
-    def exchange(self, is_last: bool) -> str | None:
-        """Exchange with the hub what is due after the step; return why the run cannot go on, if it
-        cannot."""
-        assert self.island is not None, "it is one"
-        assert self._last_share is not None, "a step was made"
-        tokens = self._last_share.valid_tokens
-        problem = self.island.after(self._step, tokens, is_last=is_last)
-        if self._step % self._options.batch.grad_accumulation_steps == 0:
-            self.snapshots.mark()
-        return problem

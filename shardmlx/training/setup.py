@@ -10,21 +10,23 @@ from typing import Any
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.stage import Stage
+from shardmlx.islands.hub_link import HubLink
+from shardmlx.islands.shared_weights import Sharing
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.island import Membership
 from shardmlx.training.planned_run import PlannedRun
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A run that is ready to start. ``number`` is its place among runs that train side by side.
-    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, and the locks
-    that keep other runs out of its directories."""
+    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, its ``link`` to a
+    hub, and the locks that keep other runs out of its directories."""
 
     planned: PlannedRun
     transport: Transport
@@ -33,19 +35,23 @@ class TrainingRun:
     engine: Engine
     optimizer: Optimizer
     resumption: Resumption
-    membership: Membership | None
+    sharing: Sharing | None = None
+    """The weights that the run shares with others, if it is an island."""
+    link: HubLink | None = None
     data: DataSets | None = None
     identity: Mapping[str, Any] | None = None
     name: str = ""
     """The name among runs that train side by side; empty for a run alone."""
     output_locks: tuple[DirectoryLock, ...] = ()
+    checkpoints: SeenCheckpoints | None = None
     number: int = 0
 
     def release(self) -> None:
         """Let other runs have the directories of this one."""
         for lock in self.output_locks:
             lock.release()
-        self.resumption.release()
+        if self.checkpoints is not None:
+            self.checkpoints.release()
 
     @property
     def shares_prompts(self) -> bool:

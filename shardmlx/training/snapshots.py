@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.reader import CheckpointReader
+from shardmlx.checkpoint.reader import CheckpointReader, Lacking, SoundCheckpoint, TensorRequest
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
 from shardmlx.engine.optimizer import Updater
-from shardmlx.training.island import IslandRank
+from shardmlx.islands.shared_weights import SharedWeights
+from shardmlx.modelfiles.safetensors_header import Header
 from shardmlx.training.setup import TrainingRun
 
 WEIGHTS, OPTIMIZER, ERRORS, ISLAND = "weights", "optimizer", "errors", "island"
+
+
+@dataclass(frozen=True, slots=True)
+class MissingTensors:
+    """The tensors that a rank misses of a checkpoint: trained weights that are ``nowhere`` in it,
+    and those that it is ``lacking``: others must send them, since it sees no copy."""
+
+    nowhere: Sequence[str]
+    lacking: Lacking
 
 
 class Snapshots:
@@ -30,12 +41,12 @@ class Snapshots:
     """
 
     def __init__(
-        self, job: TrainingRun, updater: Updater, island: IslandRank | None = None
+        self, job: TrainingRun, updater: Updater, shared: SharedWeights | None = None
     ) -> None:
         self._job = job
         self._transport = job.transport
         self._updater = updater
-        self._island = island
+        self._shared = shared
         self._writer = None
         if (place := job.resumption.place) is not None:
             keep = job.planned.config.checkpoints.keep_checkpoints
@@ -51,42 +62,74 @@ class Snapshots:
         self._errors: Mapping[str, mx.array] = {}
         self._reader: CheckpointReader | None = None
 
-    def open(self) -> list[str]:
-        """Open the checkpoint to resume, with the other ranks; return the trained weights of this
-        rank that it lacks."""
+    def headers(self) -> dict[str, Header]:
+        """Begin to read the checkpoint to resume; return the headers of the files that this rank
+        sends to others. Raises ``UserError``."""
+        self._reader = CheckpointReader(self._transport, self._found)
+        return self._reader.headers()
+
+    def open(self, headers: Sequence[Mapping[str, Header]]) -> MissingTensors:
+        """Open the checkpoint with the headers that all ranks have told; return what this rank
+        misses of it."""
+        reader = self._opened
+        reader.open(headers)
+        trained = {name for stage in self._job.stages for name in stage.names}
+        lacking: dict[str, set[str]] = {}
+        for reading in self._readings():
+            lacking |= reader.lacking(reading)
+        return MissingTensors(sorted(trained - set(reader.names(WEIGHTS))), lacking)
+
+    def restore(self, lacking: Sequence[Lacking]) -> None:
+        """Take this rank's part of the checkpoint, and send the others what they lack."""
+        reader, stages = self._opened, self._job.stages
+        for reading in self._readings():
+            arrays = reader.read(reading, lacking)
+            if reading.kind == WEIGHTS:
+                for name, array in arrays:
+                    for stage in stages:
+                        if name in stage.part:
+                            stage.part[name] = array
+            elif reading.kind == OPTIMIZER:
+                self._updater.restore(dict(arrays))
+            elif reading.kind == ERRORS:
+                for key, error in arrays:
+                    self._job.engine.reducer.errors.restore(key, error)
+            elif self._shared is not None:
+                self._shared.restore(arrays)
+        self._reader = None
+
+    @property
+    def _found(self) -> SoundCheckpoint:
         found = self._job.resumption.found
         assert found is not None, "there is one to resume"
-        self._reader = CheckpointReader(self._transport, found)
-        trained = {name for stage in self._job.stages for name in stage.names}
-        return sorted(trained - set(self._reader.names(WEIGHTS)))
+        return found
 
-    def restore(self) -> None:
-        """Take this rank's part of the checkpoint, with the other ranks."""
-        found, reader = self._job.resumption.found, self._reader
-        assert found is not None, "there is one to resume"
-        assert reader is not None, "it was opened"
-        stages, engine = self._job.stages, self._job.engine
-        holds = engine.shards.holds
-        mine = {name for stage in stages for name in stage.names if holds(name)}
-        for name, array in reader.read(WEIGHTS, mine.__contains__, self._pieces):
-            for stage in stages:
-                if name in stage.part:
-                    stage.part[name] = array
+    @property
+    def _opened(self) -> CheckpointReader:
+        assert self._reader is not None, "it was begun to be read"
+        return self._reader
+
+    def _readings(self) -> list[TensorRequest]:
+        """Return what this rank takes of the checkpoint, in the order in which all ranks read."""
+        engine = self._job.engine
+        names = {name for stage in self._job.stages for name in stage.names}
+        mine = {name for name in names if engine.shards.holds(name)}
         updated = {name for name in mine if self._updater.updates(name)}
-        state = reader.read(
-            OPTIMIZER,
-            lambda name: "." not in name or name.rpartition(".")[0] in updated,
-            self._pieces,
-        )
-        self._updater.restore(dict(state))
-        errors = engine.reducer.errors
+
+        def is_of_updated(name: str) -> bool:
+            return "." not in name or name.rpartition(".")[0] in updated
+
+        readings = [
+            TensorRequest(WEIGHTS, mine.__contains__, self._pieces),
+            TensorRequest(OPTIMIZER, is_of_updated, self._pieces),
+        ]
+        state = self._found.manifest.state
         # Earlier versions could scale the loss, and so what was rounded off of its gradients.
-        is_scaled = found.manifest.state.get("loss_scale", [1.0])[0] != 1.0
-        for key, error in () if is_scaled else reader.read(ERRORS, errors.takes):
-            errors.restore(key, error)
-        if self._island is not None and (before := found.manifest.state.get(ISLAND)):
-            self._island.restore(before, reader.read(ISLAND, self._island.takes))
-        self._reader = None
+        if state.get("loss_scale", [1.0])[0] == 1.0:
+            readings.append(TensorRequest(ERRORS, engine.reducer.errors.takes))
+        if self._shared is not None and state.get(ISLAND):
+            readings.append(TensorRequest(ISLAND, self._shared.takes))
+        return readings
 
     def mark(self) -> None:
         """Note that an update was made: ``begin`` would now save what it has left."""
@@ -127,36 +170,42 @@ class Snapshots:
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
-        mesh, rank = self._job.planned.plan.mesh, self._transport.rank
-        replica, place = divmod(rank, mesh.pp * mesh.tp)
+        mesh, shards = self._job.planned.plan.mesh, self._job.engine.shards
+        replica, place = divmod(self._transport.rank, mesh.pp * mesh.tp)
         whole = f"{place:02d}"
         part = f"{whole}-{replica:02d}"
         snapshots = []
         if self._errors:
             snapshots.append(Snapshot.of(f"{ERRORS}-{part}.safetensors", self._errors))
-        if self._island is not None and (arrays := self._island.arrays()):
+        if self._shared is not None and (arrays := self._shared.arrays()):
             snapshots.append(Snapshot.of(f"{ISLAND}-{part}.safetensors", arrays))
-        shards = self._job.engine.shards
         if replica != 0 and not shards.divides:
             return snapshots
-        weights = {
-            name: stage.part[name]
-            for stage in self._job.stages
-            for name in stage.names
-            if shards.holds(name)
-            and (stage.part.is_first or not stage.part.shares(name))
-            and (name in self._pieces or mesh.share(rank) == 0)
-        }
-        kept = {
-            name: array
-            for name, array in self._updater.state().items()
-            if (name.rpartition(".")[0] in weights if "." in name else rank == 0)
-        }
+        weights = self._weights()
         if replica == 0 or shards.weights is not None:
             number = whole if shards.weights is None else part
             file = f"{WEIGHTS}-{number}.safetensors"
             snapshots.append(Snapshot.of(file, weights, self._pieces))
         number = part if shards.divides else whole
         file = f"{OPTIMIZER}-{number}.safetensors"
-        snapshots.append(Snapshot.of(file, kept, self._pieces))
+        snapshots.append(Snapshot.of(file, self._state_of(weights), self._pieces))
         return snapshots
+
+    def _weights(self) -> dict[str, mx.array]:
+        """Return the weights that this rank saves: of those that several ranks have, the first."""
+        is_first_share = self._job.planned.plan.mesh.share(self._transport.rank) == 0
+        weights = {}
+        for stage in self._job.stages:
+            for name in filter(self._job.engine.shards.holds, stage.names):
+                is_first = stage.part.is_first or not stage.part.shares(name)
+                if is_first and (name in self._pieces or is_first_share):
+                    weights[name] = stage.part[name]
+        return weights
+
+    def _state_of(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return the optimizer's state of these weights, on rank 0 also what is of no weight."""
+        return {
+            name: array
+            for name, array in self._updater.state().items()
+            if (name.rpartition(".")[0] in weights if "." in name else self._transport.rank == 0)
+        }

@@ -22,6 +22,8 @@ from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import random_state
 from shardmlx.engine.trace import write_chrome_trace
 from shardmlx.errors import AgreedFailure, Stopped, file_access, one_line
+from shardmlx.islands.island import Island, NoExchange, WeightExchange
+from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.evaluation import Evaluation, StopRequested
 from shardmlx.training.outputs import Outputs
@@ -62,6 +64,9 @@ class Trainer:
         self._is_validated = True
         """True until an update comes after the last validation that counts."""
         self._is_sent_ahead = False
+        self._exchange = exchange_of(crew)
+        self._tokens = 0
+        """Tokens that count in the steps since the last update."""
         self._grad_norm: float | None = None
         self._stack = ExitStack()
         self._bar: Bar | None = None
@@ -82,10 +87,8 @@ class Trainer:
             # After Ctrl-C mpirun leaves its ranks half a second.
             self._reporter.say(f"To stop with a checkpoint: {how}")
         self._began = time.monotonic()
-        island = self._crew.worker.island
-        if island is not None:
-            self._stack.callback(island.leave)
-            self._crew.all(RunWorker.enter_hub)
+        self._stack.callback(self._exchange.leave)
+        self._exchange.begin(self._done)
         bar = self._reporter.bar("training", self._options.iters, self._done)
         self._bar = self._stack.enter_context(bar)
 
@@ -115,8 +118,7 @@ class Trainer:
         is_due = step in (1, options.iters) or step % options.steps_per_eval == 0
         if is_due and not self._validate(step):
             return None
-        island = self._crew.worker.island
-        if island is not None and island.ended:
+        if self._exchange.ended:
             self._reporter.say(f"step {step}: the hub has ended the run")
             return None
         # The next batch is drawn after the validation's, as in mlx-lm, and travels with this step,
@@ -145,7 +147,12 @@ class Trainer:
         self._report.count(result)
         if ends_update:
             self._count_update(step, result)
-        self._exchange(step)
+        self._tokens += result.own.valid_tokens
+        if ends_update:
+            problem = self._exchange.after_update(step, self._tokens)
+            self._tokens = 0
+            if problem is not None:
+                raise AgreedFailure(f"step {step}: {problem}: {self._keep()}")
         if self._bar is not None:
             self._bar.advance()
             if step % options.steps_per_report == 0 or step == options.iters:
@@ -231,6 +238,7 @@ class Trainer:
             return
         manifest = found.manifest
         state = manifest.state
+        self._exchange.restore(state.get(ISLAND))
         self._checkpoints.restore()
         self._done = manifest.step
         self.best = Best(**state.get("best", {}))
@@ -262,16 +270,6 @@ class Trainer:
         self._soundness.count(made=True)
         self._is_validated = False
 
-    def _exchange(self, step: int) -> None:
-        """Report to the hub, and take what came from it, if the run is an island."""
-        if self._crew.worker.island is None:
-            return
-        updates, every = self._options.updates, self._options.batch.grad_accumulation_steps
-        is_last = step == updates * every  # no update follows, though steps may
-        problem = self._crew.begin(RunWorker.exchange, is_last).own
-        if problem is not None:
-            raise AgreedFailure(f"step {step}: {problem}: {self._keep()}")
-
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
@@ -291,12 +289,12 @@ class Trainer:
 
     def _point(self, step: int, position: Mapping[str, Any]) -> Point:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
-        island = self._crew.worker.island
+        shared = self._exchange.state()
         state = {
             "report": self._report.state(),
             "best": asdict(self.best),
             "kept": self.outputs.state(),
-            **({} if island is None else {ISLAND: island.state()}),
+            **({} if shared is None else {ISLAND: shared}),
             **position,
         }
         return Point(step, state)
@@ -358,8 +356,7 @@ class Trainer:
 
     def _validate(self, step: int) -> bool:
         """Return False where training is over, since no validation got better any more."""
-        island = self._crew.worker.island
-        if island is not None and not island.evaluates:
+        if not self._exchange.evaluates:
             return True
         start, options = time.monotonic(), self._options
         found = self._evaluation.loss("valid", options.val_batches, "validating")
@@ -400,3 +397,13 @@ def _cause(result: StepResult) -> str:
     answers = sorted(result.of_ranks(), key=lambda each: not each.is_loss)
     causes = [each.cause for each in answers if each.cause]
     return causes[0] if causes else "the norm of the gradient is not finite"
+
+
+def exchange_of(crew: Crew[RunWorker]) -> WeightExchange:
+    """Return what a run exchanges with others: nothing, unless it is an island."""
+    job = crew.worker.job
+    if job.link is None:
+        return NoExchange()
+    shared = crew.part(SharedWeights, "shared")
+    config, batch = job.planned.config, job.planned.way.batch
+    return Island(job.link, shared, batch, config.updates, job.reporter)

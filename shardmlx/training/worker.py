@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from shardmlx.checkpoint.resume import Resumption, prepare_resumption
+from shardmlx.checkpoint.resume import Place, Resumption
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
@@ -23,11 +23,11 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError, file_access
+from shardmlx.islands.shared_weights import Sharing
 from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
-from shardmlx.training.island import Membership
 from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.run_worker import RunWorker, StepAnswer, StepOrder
 from shardmlx.training.setup import TrainingRun
@@ -41,15 +41,14 @@ class _Loading:
     slices: Sequence[Slice]
     weights: DividedWeights | None
     started: float
-    resumption: Resumption = field(default_factory=Resumption)
-
+    checkpoints: SeenCheckpoints
     output_locks: list[DirectoryLock] = field(default_factory=list)
 
     def release(self) -> None:
         """Let other runs have the directories of this one."""
         for lock in self.output_locks:
             lock.release()
-        self.resumption.release()
+        self.checkpoints.release()
 
     def parts(self, rank: int) -> list[Slice]:
         """Return the slices of a rank's stages."""
@@ -104,7 +103,9 @@ class TrainWorker(ModelWorker):
     def cut(self, planned: PlannedRun) -> None:
         """Cut this rank's stages out of the model that was built."""
         slices = self._cut(planned.plan.stage_map.partition.ranges)
-        self._loading = loading = _Loading(planned, slices, None, time.monotonic())
+        checkpoints = SeenCheckpoints(self.transport)
+        loading = _Loading(planned, slices, None, time.monotonic(), checkpoints)
+        self._loading = loading
         rank, mesh = self.transport.rank, planned.plan.mesh
         parts = loading.parts(rank)
         for part in parts:
@@ -115,20 +116,16 @@ class TrainWorker(ModelWorker):
             _, pipeline_rank = mesh.coordinates(rank)
             loading.weights = DividedWeights(rank, mesh.replicas_of(pipeline_rank), parts)
 
-    @takes_long
-    def find_resumption(self, identity: Mapping[str, Any] | None, owners: int) -> None:
-        """Find, with the other ranks, the checkpoint to go on from."""
-        loading = self._last()
-        config = loading.planned.config
-        loading.resumption = prepare_resumption(
-            config.checkpoints, config.iters, self.transport, self.reporter, identity, owners
-        )
+    @property
+    def checkpoints(self) -> SeenCheckpoints:
+        """The checkpoints that this rank sees of the run that is being loaded."""
+        return self._last().checkpoints
 
-    def lock_output(self) -> None:
-        """Make the run's directories, and keep other runs out of them. On rank 0 alone. Raises
-        ``UserError``."""
+    def lock_output(self, place: Place | None) -> None:
+        """Make the run's directories, and keep other runs out of them. ``place`` is that of its
+        checkpoints. On rank 0 alone. Raises ``UserError``."""
         loading, another = self._last(), "name another directory"
-        config, place = loading.planned.config, loading.resumption.place
+        config = loading.planned.config
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
             if place is not None and _are_one(directory, place.store.directory):
                 continue  # it is locked for this run's checkpoints
@@ -163,7 +160,11 @@ class TrainWorker(ModelWorker):
 
     @takes_long
     def load(
-        self, membership: Membership | None, name: str, metrics_file: str | None
+        self,
+        resumption: Resumption,
+        sharing: Sharing | None,
+        name: str,
+        metrics_file: str | None,
     ) -> LoadedWeights:
         """Read this rank's weights, and get ready to train the run called ``name``, which is empty
         for a run alone. Frozen weights are those of the runs before."""
@@ -202,10 +203,11 @@ class TrainWorker(ModelWorker):
             model_path=self.opened.path,
             engine=engine,
             optimizer=build_optimizer(tune),
-            resumption=loading.resumption,
-            membership=membership,
+            resumption=resumption,
+            sharing=sharing,
             name=name,
             output_locks=tuple(loading.output_locks),
+            checkpoints=loading.checkpoints,
             number=len(self.runs),
         )
         self.runs.append(RunWorker(job))

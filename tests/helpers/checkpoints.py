@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.reader import CheckpointReader, SoundCheckpoint, find_checkpoint
+from shardmlx.checkpoint.reader import (
+    CheckpointReader,
+    Lacking,
+    SoundCheckpoint,
+    TensorRequest,
+    find_checkpoint,
+)
 from shardmlx.checkpoint.resume import Storage, choose_storage
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.distributed.transport import Transport
+from shardmlx.modelfiles.safetensors_header import Header
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
+T = TypeVar("T")
 Tensors = dict[str, mx.array]
 Bytes = dict[str, tuple[tuple[int, ...], mx.Dtype, bytes]]
 
@@ -180,41 +192,116 @@ def save(
     on_ranks(directories, work)
 
 
+class OwnDisk(SeenCheckpoints):
+    """What a rank sees for which some of rank 0's paths lead to other directories, as on a disk of
+    its own."""
+
+    def __init__(self, transport: Transport, paths: Mapping[Path, Path]) -> None:
+        super().__init__(transport)
+        self._paths = paths
+
+    def store(self, directory: Path) -> Store:
+        return Store(self._paths.get(directory, directory))
+
+
+def led(
+    directories: Sequence[Path],
+    work: Callable[[Crew[SeenCheckpoints]], T],
+    others: Sequence[Path] = (),
+) -> T:
+    """Return what ``work`` returns on rank 0 of ranks that see these directories, and ``others``,
+    under the paths of rank 0."""
+
+    def rank(transport: LocalTransport, store: Store) -> T | None:
+        paths = {each[0]: each[transport.rank] for each in (directories, others) if each}
+        seen = OwnDisk(transport, paths)
+        with contextlib.ExitStack() as stack:
+            stack.callback(seen.release)
+            return lead(transport, seen, work)
+
+    found: list[T] = on_ranks(directories, rank)
+    return found[0]
+
+
 Search = tuple[SoundCheckpoint | None, dict[int, str]]
 
 
+def found_by(crew: Crew[SeenCheckpoints], directory: Path, step: int | None = None) -> Search:
+    """Return what rank 0 finds in its directory."""
+    disks = crew.all(SeenCheckpoints.see_disks, directory, make=True)[0]
+    return find_checkpoint(crew, Store(directory), disks, step)
+
+
 def search(directories: Sequence[Path], step: int | None = None) -> Search:
-    """Return what ranks find that see these directories, which is the same on all."""
+    """Return what ranks find that see these directories."""
+    return led(directories, lambda crew: found_by(crew, directories[0], step))
 
-    def work(transport: LocalTransport, store: Store) -> Search:
-        return find_checkpoint(transport, store, find_disks(transport, store.directory), step)
 
-    everyone: list[Search] = on_ranks(directories, work)
-    known = [(found and (found.manifest, found.disks), faults) for found, faults in everyone]
-    assert known == [known[0]] * len(known)
-    return everyone[0]
+class Reader:
+    """The part of a rank in reading all of a checkpoint that was found."""
+
+    def __init__(self, transport: Transport, found: SoundCheckpoint, store: Store) -> None:
+        self.rank = transport.rank
+        self._reader = CheckpointReader(transport, replace(found, store=store))
+        self._readings: list[TensorRequest] = []
+        self.tensors: Tensors = {}
+        """All that was read."""
+
+    def headers(self) -> dict[str, Header]:
+        return self._reader.headers()
+
+    def open(self, headers: Sequence[Mapping[str, Header]]) -> list[str]:
+        """Return the names of all tensors."""
+        self._reader.open(headers)
+        return sorted(self._reader.names("weights") + self._reader.names("optimizer"))
+
+    def lacking(self, readings: Mapping[int, Sequence[TensorRequest]]) -> dict[str, set[str]]:
+        self._readings = [*readings[self.rank]]
+        lacking: dict[str, set[str]] = {}
+        for reading in self._readings:
+            lacking |= self._reader.lacking(reading)
+        return lacking
+
+    def read(self, lacking: Sequence[Lacking]) -> None:
+        for reading in self._readings:
+            self.tensors |= dict(self._reader.read(reading, lacking))
+
+
+def read_all(
+    transport: LocalTransport,
+    store: Store,
+    found: SoundCheckpoint,
+    readings: Callable[[list[str]], Mapping[int, Sequence[TensorRequest]]],
+) -> Bytes:
+    """Return what this rank reads: ``readings`` are of all ranks, by the names of all tensors."""
+
+    def work(crew: Crew[Reader]) -> None:
+        names = crew.all(Reader.open, crew.all(Reader.headers))[0]
+        crew.all(Reader.read, crew.all(Reader.lacking, readings(names)))
+
+    reader = Reader(transport, found, store)
+    lead(transport, reader, work)
+    return as_bytes(reader.tensors)
 
 
 def load(directories: Sequence[Path], step: int | None = None) -> Bytes:
     """Return what ranks that see these directories read, every one another share, and some all."""
+    found, _ = search(directories, step)
+    assert found is not None
+    last = len(directories) - 1
 
-    def work(transport: LocalTransport, store: Store) -> Bytes:
-        disks = find_disks(transport, store.directory)
-        found, _ = find_checkpoint(transport, store, disks, step)
-        assert found is not None
-        reader = CheckpointReader(transport, found)
-        names = sorted(reader.names("weights") + reader.names("optimizer"))
-        if transport.rank == transport.size - 1:
-            mine = set(names)
-        else:
-            mine = set(names[transport.rank :: transport.size])
-        tensors: Tensors = {}
-        for kind in ("weights", "optimizer"):
-            tensors |= reader.read(kind, mine.__contains__)
-        assert set(tensors) == mine
-        return as_bytes(tensors)
+    def readings(names: list[str]) -> dict[int, list[TensorRequest]]:
+        wanted = {rank: frozenset(names[rank :: last + 1]) for rank in range(last)}
+        wanted[last] = frozenset(names)
+        return {
+            rank: [TensorRequest(kind, mine.__contains__) for kind in ("weights", "optimizer")]
+            for rank, mine in wanted.items()
+        }
 
-    everyone: list[Bytes] = on_ranks(directories, work)
-    for each in everyone:
+    everyone: list[Bytes] = on_ranks(
+        directories, lambda transport, store: read_all(transport, store, found, readings)
+    )
+    for rank, each in enumerate(everyone):
         assert each == {name: everyone[-1][name] for name in each}
+        assert len(each) == len(sorted(everyone[-1])[rank :: last + 1]) or rank == last
     return everyone[-1]

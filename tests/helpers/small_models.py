@@ -6,14 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from shardmlx.checkpoint.store import Store
-from shardmlx.loading import rank_setup
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.jobs import ROOT
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -155,7 +155,12 @@ def _with_tokenizer(path: Path, config: dict[str, Any], tokenizer: Path) -> Path
 
 
 @pytest.fixture
-def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
-    monkeypatch.setattr(Store, "lock", lambda store: None)
+def limited_to_a_test() -> Iterator[None]:
+    """A run leaves MLX's limits to the end of its process, and here that goes on."""
+    limits = (mx.set_memory_limit, mx.set_cache_limit)
+    before = [set_limit(0) for set_limit in limits]
+    for set_limit, nbytes in zip(limits, before, strict=True):
+        set_limit(nbytes)
+    yield
+    for set_limit, nbytes in zip(limits, before, strict=True):
+        set_limit(nbytes)

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import mlx.core as mx
 import pytest
 
-from shardmlx.checkpoint.export import Collector, SaveError, save_adapters, save_model
+from shardmlx.checkpoint.export import Collection, Collector, SaveError, save_adapters, save_model
 from shardmlx.common import durable_files
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed.messages import TransportError
@@ -42,17 +42,27 @@ class Part(dict[str, mx.array]):
         return self
 
 
-def on_two_ranks(directory: Path, seed: int, save: Callable[[Collector], None]) -> None:
+def on_two_ranks(directory: Path, seed: int, save: Callable[[Collector, Collection], None]) -> None:
     def work(transport: LocalTransport, store: Any) -> None:
         plan = cast(Any, SimpleNamespace(mesh=Mesh(dp=1, pp=2)))
         part = cast(Any, Part(tensors_of(transport.rank, seed)))
-        save(Collector(plan, transport, [part]))
+        collector = Collector(plan, transport, [part])
+        held = transport.all_gather(collector.held(trained_only=True))
+        collection = Collection.of(held)
+        if transport.rank == 0:
+            save(collector, collection)
+        else:
+            collector.send(collection.sent_by(transport.rank))
 
     on_ranks([directory, directory], work)
 
 
 def adapters(directory: Path, seed: int = 0, copy_as: str | None = None) -> None:
-    on_two_ranks(directory, seed, lambda each: save_adapters(each, directory, CONFIG, copy_as))
+    on_two_ranks(
+        directory,
+        seed,
+        lambda own, collected: save_adapters(own, collected, directory, CONFIG, copy_as),
+    )
 
 
 def model(directory: Path, seed: int = 0) -> None:
@@ -60,7 +70,9 @@ def model(directory: Path, seed: int = 0) -> None:
     source.mkdir(exist_ok=True)
     (source / "config.json").write_text('{"rope_parameters": {"rope_theta": 5.0}}')
     (source / "tokenizer.json").write_text(f"of {seed}")
-    on_two_ranks(directory, seed, lambda each: save_model(each, source, directory))
+    on_two_ranks(
+        directory, seed, lambda own, collected: save_model(own, collected, source, directory)
+    )
 
 
 def content(directory: Path) -> dict[str, bytes]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from shardmlx.checkpoint.resume import Storage, choose_storage
-from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.shared_disks import Disks
+from shardmlx.errors import UserError
 
 NAMES = [f"rank {rank} on mac-{rank}" for rank in range(8)]
 
@@ -104,7 +104,7 @@ def test_a_neighbour_has_another_disk_and_whoever_writes_has_one_who_completes(
 def test_whoever_cannot_write_what_he_must_is_named(
     wanted: str, disks: Disks, named: int, remedy: str
 ) -> None:
-    with pytest.raises(AgreedError) as refused:
+    with pytest.raises(UserError) as refused:
         choose_storage(wanted, disks, 2, NAMES)
     assert NAMES[named] in refused.value.problem
     assert remedy in str(refused.value)

@@ -9,10 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from shardmlx.checkpoint.reader import CheckpointReader, find_checkpoint
+from shardmlx.checkpoint.reader import TensorRequest
 from shardmlx.checkpoint.store import MANIFEST, MARKER, FileInfo, Store
 from shardmlx.checkpoint.writer import Snapshot
-from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.models.runtime.slice import Piece
 from tests.helpers.checkpoints import (
     as_bytes,
@@ -21,6 +20,7 @@ from tests.helpers.checkpoints import (
     load,
     manifest_of,
     on_ranks,
+    read_all,
     save,
     search,
     whole,
@@ -211,24 +211,33 @@ def test_a_piece_is_read_from_whatever_pieces_were_written(
         cut = {k: pieces[k].of(v) if k in pieces else v for k, v in wholes.items()}
         return {name + suffix: array for name, array in cut.items()}
 
-    def work(transport: LocalTransport, store: Store) -> None:
+    suffixes = {"weights": "", "optimizer": ".m"}
+
+    def write(transport: LocalTransport, store: Store) -> None:
         rank = transport.rank
         writer = writer_on(transport, store, "rank0", len(written))
-        files = {"weights": "", "optimizer": ".m"}
         parts = [
             Snapshot.of(f"{kind}-{rank:02d}.safetensors", part(pieces, suffix), pieces)
             for pieces in written[rank : rank + 1]
-            for kind, suffix in files.items()
+            for kind, suffix in suffixes.items()
         ]
         writer.start(manifest_of(1) if rank == 0 else None, 1, parts)
         writer.wait()
-        transport.barrier("written")
-        found, _ = find_checkpoint(transport, store, find_disks(transport, store.directory))
-        assert found is not None
-        reader = CheckpointReader(transport, found)
-        own = read[min(rank, len(read) - 1)]
-        for kind, suffix in files.items():
-            got = as_bytes(dict(reader.read(kind, {*part(own, suffix)}.__contains__, own)))
-            assert got == as_bytes(part(own, suffix))
 
-    on_ranks(hosts(tmp_path, seen), work)
+    directories = hosts(tmp_path, seen)
+    on_ranks(directories, write)
+    found, _ = search(directories)
+    assert found is not None
+    owns = [read[min(rank, len(read) - 1)] for rank in range(len(seen))]
+    readings = {
+        rank: [
+            TensorRequest(kind, {*part(own, end)}.__contains__, own)
+            for kind, end in suffixes.items()
+        ]
+        for rank, own in enumerate(owns)
+    }
+    of_ranks = on_ranks(
+        directories, lambda transport, store: read_all(transport, store, found, lambda _: readings)
+    )
+    for own, got in zip(owns, of_ranks, strict=True):
+        assert got == as_bytes(part(own, "") | part(own, ".m"))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmlx.checkpoint.resume import prepare_resumption
+from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import SetFacts, identity_of
+from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
-from tests.helpers.checkpoints import flip, hosts, on_ranks, save
-from tests.helpers.local_transport import LocalTransport
+from shardmlx.distributed.crew import Crew
+from tests.helpers.checkpoints import flip, hosts, led, save
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 
@@ -31,15 +31,6 @@ class _Told(Reporter):
         self.texts.append(text)
 
 
-@contextmanager
-def _locks_that_end() -> Iterator[None]:
-    """What a process has locked is free at its end, and here at the end of the block."""
-    lock = Store.lock
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as held:
-        patch.setattr(Store, "lock", lambda store: held.enter_context(lock(store)))
-        yield
-
-
 def resume(
     directories: Sequence[Path],
     resume: str = "auto",
@@ -50,25 +41,21 @@ def resume(
 ) -> tuple[int, list[str]]:
     """(step, warnings) of a run on two pipeline ranks whose checkpoints lie there."""
 
-    def work(transport: LocalTransport, store: Store) -> tuple[int, list[str]]:
-        told = _Told()
-        named = resume if resume in ("auto", "never") else str(store.directory / resume)
-        place = (save_to or directories)[transport.rank]
-        config = TrainConfig.from_flat(
-            model="m",
-            data="d",
-            **{"checkpoint_dir": str(place), "resume": named, "iters": 1000, **options},
-        )
-        mine = identity if transport.rank == 0 else None
-        found = prepare_resumption(
-            config.checkpoints, config.iters, transport, told, mine, owners=2
-        ).found
-        return 0 if found is None else found.manifest.step, told.texts
+    saved = save_to or directories
+    named = resume if resume in ("auto", "never") else str(directories[0] / resume)
+    config = TrainConfig.from_flat(
+        model="m",
+        data="d",
+        **{"checkpoint_dir": str(saved[0]), "resume": named, "iters": 1000, **options},
+    )
+    told = _Told()
 
-    with _locks_that_end():
-        (step, texts), *others = on_ranks(directories, work)
-    assert all(other == (step, texts) for other in others)
-    return step, texts
+    def work(crew: Crew[SeenCheckpoints]) -> Resumption:
+        options = config.checkpoints
+        return prepare_resumption(crew, options, config.iters, told, identity, owners=2)
+
+    found = led(directories, work, saved).found
+    return 0 if found is None else found.manifest.step, told.texts
 
 
 def refusal(*args: Any, **options: Any) -> str:

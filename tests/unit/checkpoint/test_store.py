@@ -112,19 +112,20 @@ def test_what_is_set_aside_is_no_checkpoint_but_all_there(tmp_path: Path) -> Non
 
 def test_one_run_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
     store = Store(tmp_path / "new")
-    with store.lock():
-        with pytest.raises(UserError, match=f"--checkpoint-dir {tmp_path / 'new'}"):
-            Store(tmp_path / "new").lock()
-        Store(tmp_path / "other").lock().close()
-    store.lock().close()
+    lock = store.lock()
+    with pytest.raises(UserError, match=f"--checkpoint-dir {tmp_path / 'new'}"):
+        Store(tmp_path / "new").lock()
+    Store(tmp_path / "other").lock().release()
+    lock.release()
+    store.lock().release()
     assert store.steps() == []
 
 
 def test_the_lock_of_a_killed_run_is_free_again(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from shardmlx.checkpoint.store import Store\n"
-        "file = Store(Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
+        "lock = Store(Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert done.returncode == -9
-    Store(tmp_path).lock().close()
+    Store(tmp_path).lock().release()

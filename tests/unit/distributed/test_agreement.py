@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.errors import UserError
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
@@ -36,11 +36,6 @@ def test_what_one_rank_finds_reaches_all_with_its_name() -> None:
 def test_without_errors_every_rank_has_its_own_result() -> None:
     results = LocalNetwork(3).run(lambda transport: on_all_ranks(transport, "x", lambda: 2))
     assert results == [2, 2, 2]
-
-
-def test_work_of_rank_0_is_done_there_alone() -> None:
-    results = LocalNetwork(2).run(lambda transport: on_rank_0(transport, "x", lambda: "done"))
-    assert results == ["done", None]
 
 
 def late(transport: LocalTransport, seconds: float) -> None:

@@ -341,3 +341,56 @@ def test_rank_0_may_think_for_longer_than_a_message_takes() -> None:
 
     (answers, _), *_ = on_ranks(work, timeout=0.2)
     assert [word for _, word in answers] == ["at last"] * RANKS
+
+
+class Doing(Worker):
+    """A worker that says what its rank is at."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.activity = transport.activity
+        self.activity.begin("loading")
+
+    def find_files(self) -> str:
+        return str(self.activity)
+
+    def step(self) -> None:
+        self.activity.begin("step 1")
+
+
+def test_a_rank_is_at_the_command_that_it_carries_out() -> None:
+    """A rank that fails in it, or dies, is named with it."""
+
+    def work(crew: Crew[Doing]) -> list[Any]:
+        during = crew.all(Doing.find_files)
+        between = str(crew.worker.activity)
+        crew.all(Doing.step)
+        after = crew.all(Doing.find_files)
+        return [during, between, after, str(crew.worker.activity)]
+
+    found, *_ = LocalNetwork(2, timeout=20).run(
+        lambda transport: lead(transport, Doing(transport), work)
+    )
+    assert found == [["find files"] * 2, "loading", ["find files"] * 2, "step 1"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_that_nobody_foresees_leaves_the_rank_at_its_command(rank: int) -> None:
+    places: list[str] = []
+
+    class Failing(Doing):
+        def find_files(self) -> str:
+            if self._rank == rank:
+                raise KeyError("a fault")
+            return ""
+
+    def body(transport: Transport) -> None:
+        try:
+            lead(transport, Failing(transport), lambda crew: crew.all(Failing.find_files))
+        except KeyError:
+            places.append(transport.activity.where())
+            raise
+
+    with pytest.raises(KeyError, match="a fault"):
+        LocalNetwork(2, timeout=20).run(body)
+    assert places == [f"rank {rank} on localhost, find files"]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
 import mlx.core as mx
 import pytest
 
 from shardmlx.common.environment import Blas
 from shardmlx.config.doctor import DoctorConfig
+from shardmlx.distributed.crew import lead
 from shardmlx.distributed.messages import Array, Handle
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts import doctor_mpi, speed_tests
+from shardmlx.hosts.doctor_mpi import DoctorWorker
 from shardmlx.hosts.findings import Examination, LinkSpeed
 from shardmlx.hosts.speed_tests import measure_link
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
@@ -59,39 +62,43 @@ def test_a_link_whose_other_end_is_silent_is_named_and_nobody_waits_for_ever() -
     assert "rank 1 on localhost: nothing came for 0.2 s" in said
 
 
-def examine(hosts: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[Examination]:
-    """On ranks with these hosts, by rank; no other machine is there to connect to."""
+def examine(hosts: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Examination:
+    """On ranks with these hosts; no other machine is there to connect to."""
     monkeypatch.setattr(speed_tests, "SECONDS_OF_PINGS", 0.01)
-    lines: list[str] = []
 
-    def work(transport: LocalTransport) -> Examination:
+    def work(transport: LocalTransport) -> Examination | None:
         transport.hosts = tuple(hosts)
-        say = lines.append if transport.rank == 0 else lambda line: None
-        return doctor_mpi.Examiner(transport, 0.02, say).examine(BLAS)
+        with closing(DoctorWorker(transport, BLAS)) as worker:
+            return lead(transport, worker, lambda crew: doctor_mpi.examine(crew, 0.02))
 
-    found = LocalNetwork(len(hosts), 30.0).run(work)
-    pairs = len(set(hosts)) * (len(set(hosts)) - 1) // 2
-    assert lines[0].startswith("asking ")
-    assert sum("measuring" in line for line in lines) == pairs
+    found, *others = LocalNetwork(len(hosts), 30.0).run(work)
+    assert others == [None] * (len(hosts) - 1)
+    assert isinstance(found, Examination)
     return found
 
 
-def test_every_rank_comes_to_the_same_examination(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *others = examine(["a", "b", "b", "c"], monkeypatch)
-    assert others == [first] * 3
-    assert [(host.name, host.ranks) for host in first.hosts] == [
+def test_several_ranks_of_one_machine_are_one_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = examine(["a", "b", "b", "c"], monkeypatch)
+    assert [(host.name, host.ranks) for host in found.hosts] == [
         ("a", (0,)),
         ("b", (1, 2)),
         ("c", (3,)),
     ]
-    assert [link.name for link in first.links] == ["a - b", "a - c", "b - c"]
-    assert all(link.speed is not None for link in first.links)
-    assert all(host.flops["fp32"] > 0 for host in first.hosts)
+    assert [link.name for link in found.links] == ["a - b", "a - c", "b - c"]
+    assert all(link.speed is not None for link in found.links)
+    assert all(host.flops["fp32"] > 0 for host in found.hosts)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "doctor: asking 3 hosts"
+    assert [line for line in lines if "measuring" in line] == [
+        f"doctor: measuring {pair} ({i} of 3)"
+        for i, pair in enumerate(("a - b", "a - c", "b - c"), 1)
+    ]
 
 
 def test_a_machine_s_own_addresses_are_no_ways_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = examine(["a", "b"], monkeypatch)
-    assert first.links[0].there == ()
+    assert examine(["a", "b"], monkeypatch).links[0].there == ()
 
 
 def test_strict_makes_warnings_a_failure_of_all_ranks(

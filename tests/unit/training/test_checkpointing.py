@@ -12,7 +12,6 @@ import pytest
 from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.local_transport import LocalNetwork
@@ -34,11 +33,7 @@ FULL: dict[str, Any] = {"fine_tune_type": "full", "unfreeze_all": True}
 ACCUMULATED: dict[str, Any] = {"grad_accumulation_steps": 2, "checkpoint_every": 3, "iters": 4}
 
 
-@pytest.fixture(autouse=True)
-def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
-    monkeypatch.setattr(Store, "lock", lambda store: None)
+pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
 
 class Run:
@@ -132,11 +127,9 @@ def test_a_run_begins_without_them_after_an_older_checkpoint(
 
 
 def test_a_run_that_is_refused_lets_go_of_its_checkpoints(
-    small_tied: Path, pirate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_tied: Path, pirate: Path, tmp_path: Path
 ) -> None:
     """In a program that goes on, another run may use them."""
-    monkeypatch.undo()
-    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
     Run(tmp_path, 2, small_tied, pirate)
     with pytest.raises(AgreedError, match="beyond --iters 1"):
         Run(tmp_path, 2, small_tied, pirate, iters=1)

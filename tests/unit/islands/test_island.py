@@ -14,14 +14,15 @@ import pytest
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
+from shardmlx.islands import hub_link
 from shardmlx.islands.client import Heartbeat, Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.islands.protocol import body_bytes
 from shardmlx.islands.rounds import Rounds
 from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.report.island_lines import exchanges
+from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.planning.training_plan import plan_training
-from shardmlx.training import island
 from shardmlx.training.command import train_model
 from tests.helpers.island_hub import RunningHub, running_hub
 from tests.helpers.islands import (
@@ -199,11 +200,11 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
         def listen(event: str, values: Mapping[str, Any]) -> None:
             if event == "train" and values["step"] == H + 1:
                 stack.close()
-                monkeypatch.setattr(island, "PATIENCE", 0.3)
+                monkeypatch.setattr(hub_link, "PATIENCE", 0.3)
             if event == "train" and values["step"] == 3 * H - 1:
                 again = lab.hub(made, port=port, outer_optimizer="average")
                 restarted.append(stack.enter_context(again))
-                monkeypatch.setattr(island, "PATIENCE", 60.0)
+                monkeypatch.setattr(hub_link, "PATIENCE", 60.0)
 
         restarted: list[RunningHub] = []
         config = TrainConfig.from_flat(**made["ann"], island=hub.url, name="ann")
@@ -229,14 +230,14 @@ def test_an_island_that_joins_anew_replaces_none_of_its_reports_that_wait(
 
     def take_and_end_the_wait(*arguments: Any) -> None:
         take(*arguments)
-        monkeypatch.setattr(island, "PATIENCE", 0.0)
+        monkeypatch.setattr(hub_link, "PATIENCE", 0.0)
 
     monkeypatch.setattr(Rounds, "take", take_and_end_the_wait)
     with lab.hub(("ann", "bob")) as hub:
         hub.rounds.run.lives["bob"] = 1
         hub.rounds.hear("bob")  # the round waits for it
         for _ in range(2):
-            monkeypatch.setattr(island, "PATIENCE", 60.0)
+            monkeypatch.setattr(hub_link, "PATIENCE", 60.0)
             train_islands(hub, made, {})
         pending = hub.rounds.fragment(0).pending
         assert [(each.life, each.base) for each in pending] == [(1, 0), (2, 0)]
@@ -248,9 +249,9 @@ def test_an_island_whose_difference_is_refused_goes_on_with_the_hubs_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is alone: nobody else makes a new version, for which it could wait."""
-    encoded, refused = island.IslandRank._encoded, list[str]()
+    encoded, refused = SharedWeights._encoded, list[str]()
 
-    def encoded_once_as_nan(self: island.IslandRank, name: str) -> np.ndarray:
+    def encoded_once_as_nan(self: SharedWeights, name: str) -> np.ndarray:
         data = encoded(self, name)
         if not refused:
             refused.append(name)
@@ -258,7 +259,7 @@ def test_an_island_whose_difference_is_refused_goes_on_with_the_hubs_weights(
         return data
 
     made = lab.islands(1, **LORA)
-    monkeypatch.setattr(island.IslandRank, "_encoded", encoded_once_as_nan)
+    monkeypatch.setattr(SharedWeights, "_encoded", encoded_once_as_nan)
     hub = lab.train(made, {"ann": 2})
     assert (hub.rounds.version, hub.rounds.islands["ann"].refused) == (ROUNDS - 1, 1)
     check_equal(saved(made, "ann"), weights_of(hub))
@@ -295,7 +296,7 @@ def test_an_island_that_comes_after_the_end_is_told_so(
     ann, bob = ({name: made[name]} for name in made)
     with lab.hub(made, rounds=ROUNDS) as hub:
         train_islands(hub, ann, {})
-        monkeypatch.setattr(island, "Heartbeat", HeardAtOnce)
+        monkeypatch.setattr(hub_link, "Heartbeat", HeardAtOnce)
         with pytest.raises(UserError, match="the hub has ended its run"):
             train_islands(hub, bob, {})
 
