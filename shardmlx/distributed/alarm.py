@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Seconds after a SIGCONT in which a SIGTERM comes from mpirun, and an alarm is over without one.
-MPIRUN_KILLS = 1.0
+from shardmlx.distributed.times import MPIRUN_KILLS
 
 
 class Alarm:

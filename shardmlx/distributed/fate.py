@@ -19,21 +19,17 @@ from shardmlx.common.environment import signal_name
 from shardmlx.distributed.alarm import Alarm
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.signals import STOPS
-
-# Seconds.
-PERIOD = 0.5  # between two signs of life
-SHORTEST_SILENCE = 3.0  # at least: signs of life may be late on a machine short of memory
-LONGEST_SILENCE = 60.0  # until a silent rank is lost, however long a message may take
-SECONDS_OF_QUIET = 5.0  # until a silent rank is in doubt, and requests that need it may wait
-OWN_SLEEP = 2.0  # asleep, after which a process cannot blame its peers for hearing nothing
-SECONDS_TO_BE_HEARD = 0.1  # for the last message of an ended process, and for answers to mpirun
-HURRY = 0.02  # between two looks while something is going on
-SECONDS_TO_RAISE = 4.0  # for the main thread, after a failure, to reach a wait and report it
-SECONDS_TO_BE_ENDED = 5.0  # for the reporting rank to end the job; then each process ends itself
-SECONDS_OF_A_TURN = 0.2  # between ranks that see the same failure: the lowest reports first
-MOST_TURNS = 8  # that a rank waits, however many are before it
-# For a lower rank to hear of a death or a silence, which it looks for twice a second, and report.
-SECONDS_FOR_LOWER_RANKS = 1.5
+from shardmlx.distributed.times import (
+    HURRY,
+    OWN_SLEEP,
+    PERIOD,
+    SECONDS_FOR_LOWER_RANKS,
+    SECONDS_OF_QUIET,
+    SECONDS_TO_BE_ENDED,
+    SECONDS_TO_BE_HEARD,
+    SECONDS_TO_RAISE,
+    turn,
+)
 
 
 @dataclass(slots=True)
@@ -329,17 +325,3 @@ class JobFate:
 def _last(peer: _Peer, form: str = "; {}") -> str:
     """Return in words what a rank was doing last; nothing of one that this rank does not hear."""
     return form.format(f"it was last in {peer.last.activity}") if peer.is_watched else ""
-
-
-def turn(rank: int) -> float:
-    """Return the seconds in which lower ranks may report the failure that a rank sees, too."""
-    return SECONDS_OF_A_TURN * min(rank, MOST_TURNS)
-
-
-def silence_limit(timeout: float) -> float:
-    """Return the seconds after which a silent rank is lost, if a message may take ``timeout``.
-
-    The limit is below the timeout: otherwise a rank could first blame one that itself waits for the
-    lost rank.
-    """
-    return min(max(timeout - 2 * PERIOD, SHORTEST_SILENCE), LONGEST_SILENCE)

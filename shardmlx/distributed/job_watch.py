@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from shardmlx.distributed.fate import HURRY, SECONDS_TO_RAISE, JobFate
+from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.processes import process_state
 from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.distributed.signals import Signals
+from shardmlx.distributed.times import HURRY, SECONDS_TO_RAISE
 from shardmlx.distributed.transport import Activity
 
 

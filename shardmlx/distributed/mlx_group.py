@@ -27,15 +27,13 @@ import psutil
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.agreement import on_all_ranks
-from shardmlx.distributed.fate import HURRY
 from shardmlx.distributed.messages import GATHER_TAG, LOSS_TAG, PeerLost
 from shardmlx.distributed.networks import INCLUDE, is_included, own_addresses
+from shardmlx.distributed.times import HURRY, SECONDS_TO_FIND
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, UserError, one_line
 
 SECONDS_TO_CONNECT = 2.0
-
-SECONDS_TO_FIND = 3.0  # more than MPI, or the heartbeat, takes to see that a rank has died
 
 _HERE = "127.0.0.1"
 

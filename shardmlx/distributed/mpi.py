@@ -22,18 +22,19 @@ from collections.abc import Callable, Iterator
 import mpi4py
 
 from shardmlx.common.environment import launched_rank
-from shardmlx.distributed.fate import (
-    HURRY,
-    OWN_SLEEP,
-    PERIOD,
-    SECONDS_TO_BE_HEARD,
-    JobFate,
-    silence_limit,
-)
+from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.distributed.shutdown import Deadline, JobShutdown, on_several_hosts
+from shardmlx.distributed.times import (
+    HURRY,
+    OWN_SLEEP,
+    SECONDS_TO_ABORT,
+    SECONDS_TO_LEAVE,
+    TO_TELL,
+    silence_limit,
+)
 from shardmlx.distributed.transport import Transport
 
 mpi4py.rc.initialize = False
@@ -57,9 +58,6 @@ CALLS_TO_LOOK = 8  # Open MPI looks at its sockets on every eighth call (opal_pr
 FETCHES = 3  # calls into MPI that a message over TCP may need to arrive
 PART_BYTES = 1 << 20  # parts of a longer message, by which a waiting rank sees that it moves
 BEAT_BYTES = 1 << 14  # holds any sign of life
-
-SECONDS_TO_ABORT = 2.0  # for mpirun to end this process; it may be unreachable
-SECONDS_TO_LEAVE = 600.0  # at least, that finished ranks wait for the others
 
 # Flags of Open MPI's TCP: send only. Its default is to use put, too, which the receiver requests
 # part by part; these requests wait behind the opposite traffic, and a link in use both ways carried
@@ -319,7 +317,7 @@ def abort(code: int, shutdown: JobShutdown) -> None:
     """End the job on all ranks, even without a transport. Does not return."""
     is_up = MPI.Is_initialized() and not MPI.Is_finalized()
     is_to_be_heard = is_up and on_several_hosts() and shutdown.reported.is_set()
-    seconds = PERIOD + SECONDS_TO_BE_HEARD if is_to_be_heard else 0.0
+    seconds = TO_TELL if is_to_be_heard else 0.0
     # End this process in any case, unless mpirun has done it before.
     ending = threading.Timer(SECONDS_TO_ABORT + seconds, os._exit, (code,))
     ending.daemon = True

@@ -25,9 +25,6 @@ _DAEMON = "prted"
 
 _MPIRUN = ("prterun", "mpirun", "mpiexec")
 
-SECONDS_TO_FOLLOW = 4.0
-"""Seconds for mpirun to end after a rank that has ended the job."""
-
 SIGNALS_THAT_END = (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
 """Signals to send in order: mpirun ends at the third SIGTERM, its daemons do not."""
 
@@ -75,7 +72,7 @@ class MpirunProcess:
         pid = self.process.pid
         return os.getppid() == pid if self.direct else process_state(pid) != "gone"
 
-    def ensure_end(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
+    def ensure_end(self, seconds: float) -> None:
         """Start a process that ends it, unless it ends by itself within ``seconds``.
 
         After killing the ranks it may wait for ever: for a host that does not answer, or for a rank

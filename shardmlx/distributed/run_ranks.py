@@ -23,7 +23,12 @@ from shardmlx.common.environment import (
 )
 from shardmlx.common.hang_up import outlive_readers
 from shardmlx.distributed.processes import under_mpirun
-from shardmlx.distributed.shutdown import SECONDS_TO_AGREE, JobShutdown
+from shardmlx.distributed.shutdown import JobShutdown
+from shardmlx.distributed.times import (
+    SECONDS_FOR_RANK_0,
+    SECONDS_FOR_THE_REPORTER,
+    SECONDS_TO_AGREE,
+)
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 if TYPE_CHECKING:
@@ -31,12 +36,6 @@ if TYPE_CHECKING:
     from shardmlx.distributed.transport import Transport
 
 T = TypeVar("T")
-
-SECONDS_FOR_RANK_0 = 5.0
-"""Seconds, more than ranks start apart, and than mpirun needs to end the others."""
-
-SECONDS_FOR_THE_REPORTER = 2.0
-"""Seconds in which the rank that reported the failure ends the job, with its own exit status."""
 
 
 @contextlib.contextmanager

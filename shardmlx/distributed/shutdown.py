@@ -17,24 +17,18 @@ from collections.abc import Callable
 import psutil
 
 from shardmlx.common.environment import LAUNCHED
-from shardmlx.distributed.fate import (
+from shardmlx.distributed.processes import MpirunProcess, find_mpirun, under_mpirun
+from shardmlx.distributed.times import (
     HURRY,
     MOST_TURNS,
     SECONDS_FOR_LOWER_RANKS,
+    SECONDS_FOR_PEERS,
     SECONDS_TO_BE_HEARD,
+    SECONDS_TO_FOLLOW,
+    SECONDS_TO_KILL,
     turn,
 )
-from shardmlx.distributed.processes import (
-    SECONDS_TO_FOLLOW,
-    MpirunProcess,
-    find_mpirun,
-    under_mpirun,
-)
 from shardmlx.errors import UserError, explained, one_line
-
-SECONDS_TO_KILL = 0.7  # more than mpirun takes to end all ranks after one has ended badly
-SECONDS_FOR_PEERS = 5.0  # for the other ranks of rank 0's host to end before it
-SECONDS_TO_AGREE = 15.0  # for mpirun to end after its ranks; it takes one, unless cores are busy
 
 
 class JobShutdown:

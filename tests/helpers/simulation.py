@@ -16,15 +16,15 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardmlx.distributed.fate import (
+from shardmlx.distributed.fate import JobFate
+from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
+from shardmlx.distributed.times import (
     HURRY,
     PERIOD,
     SECONDS_FOR_LOWER_RANKS,
     SECONDS_TO_BE_HEARD,
-    JobFate,
     turn,
 )
-from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 
 SECONDS_BETWEEN_SIGNALS = 0.25  # of mpirun, when it ends a job
 SPREAD_OF_SIGNALS = 0.05  # between hosts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.distributed.fate import JobFate, silence_limit
+from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
@@ -311,9 +311,3 @@ def test_after_a_peer_has_spoken_nothing_is_said_and_the_process_ends_soon() -> 
 
 def test_a_process_without_its_mpirun_ends() -> None:
     assert played(fate_of(1), [(0.1, looked("", launched=False))]) == [(0.1, Do.EXIT)]
-
-
-@pytest.mark.parametrize(("timeout", "limit"), [(0.4, 3.0), (20.0, 19.0), (600.0, 60.0)])
-def test_how_long_a_rank_may_be_silent(timeout: float, limit: float) -> None:
-    """Several signs of life, and no more than a minute."""
-    assert silence_limit(timeout) == limit

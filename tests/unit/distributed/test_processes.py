@@ -16,6 +16,7 @@ import pytest
 
 from shardmlx.distributed import processes
 from shardmlx.distributed.processes import MpirunProcess, find_mpirun, open_file, process_state
+from shardmlx.distributed.times import SECONDS_TO_FOLLOW
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_later_process_with_the_number_is_left_alone(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("seen off"))
     monkeypatch.setattr(psutil.Process, "is_running", lambda process: False)
-    mpirun.ensure_end()
+    mpirun.ensure_end(SECONDS_TO_FOLLOW)
 
 
 def test_what_is_left_behind_ends_mpirun_and_nothing_else(child: subprocess.Popen[bytes]) -> None:
