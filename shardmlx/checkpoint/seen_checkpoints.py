@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import FileLock
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, file_access
@@ -28,6 +28,7 @@ class SeenCheckpoints:
         """Return a directory of checkpoints as this rank sees it."""
         return Store(directory)
 
+    @together
     def see_disks(self, directory: Path, *, make: bool) -> Disks:
         """Find out, with the other ranks, which of them see the same directory; ``make`` it if it
         is missing."""

@@ -21,7 +21,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from shardmlx.distributed.agreement import AgreedError
@@ -36,7 +36,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARK = "takes_long"
+_TAKES_LONG = "takes_long"
+_IS_TOGETHER = "is_together"
 
 LONG_SECONDS = 12 * 3600.0
 """Seconds that ranks wait for the next command, before which rank 0 may read much data, and rank 0
@@ -57,6 +58,8 @@ class _Command:
     kwargs: dict[str, Any] = field(default_factory=dict)
     is_prompt: bool = False
     """True if the next command comes soon."""
+    is_together: bool = False
+    """True if ranks wait for each other in it: an error on one of them ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,14 @@ class _Answer:
 def takes_long(method: F) -> F:
     """Mark a method of a worker that may take hours: it reads or writes weights, or waits for a
     network beyond the ranks'."""
-    setattr(method, _MARK, True)
+    setattr(method, _TAKES_LONG, True)
+    return method
+
+
+def together(method: F) -> F:
+    """Mark a method of a worker in which ranks wait for each other: a ``UserError`` on one of them
+    is no answer then, since the others could give none. It ends the job."""
+    setattr(method, _IS_TOGETHER, True)
     return method
 
 
@@ -89,7 +99,7 @@ class Pending(Generic[T]):
         self, channel: _Channel, method: Callable[..., T], own: _Answer, *, is_long: bool = False
     ) -> None:
         self.method = method.__name__
-        self.seconds = LONG_SECONDS if is_long or hasattr(method, _MARK) else 0.0
+        self.seconds = LONG_SECONDS if is_long or hasattr(method, _TAKES_LONG) else 0.0
         """Seconds that answers may take, if longer than a message may."""
         self.answers = [own]
         self._channel = channel
@@ -123,7 +133,7 @@ class _Channel:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.is_followed = False
-        """True while other ranks do what the block of ``others`` alone can end."""
+        """True while other ranks wait for messages of rank 0 that no answer ends."""
         self.is_prompt = False
         """True while commands follow each other soon."""
         self._unanswered: deque[Pending[Any]] = deque()
@@ -195,7 +205,7 @@ class Crew(Generic[W_co]):
 
     @property
     def is_followed(self) -> bool:
-        """True while other ranks do what the block of ``others`` alone can end."""
+        """True while other ranks wait for messages of rank 0 that no answer ends."""
         return self._channel.is_followed
 
     def part(self, kind: type[V], *path: str | int) -> Crew[V]:
@@ -238,13 +248,17 @@ class Crew(Generic[W_co]):
         self, method: Callable[..., object], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> _Command:
         """Return a call of a method; no command follows one that takes long on some rank soon."""
-        is_prompt = self._channel.is_prompt and not hasattr(method, _MARK)
-        return _Command(self._part, method.__name__, args, kwargs, is_prompt)
+        is_prompt = self._channel.is_prompt and not hasattr(method, _TAKES_LONG)
+        is_together = hasattr(method, _IS_TOGETHER)
+        return _Command(self._part, method.__name__, args, kwargs, is_prompt, is_together)
 
     def _begin(self, method: Callable[..., T], commands: Sequence[_Command]) -> Pending[T]:
         own = commands[0]
         self._channel.send(commands, own.method)
+        was_followed = self._channel.is_followed
+        self._channel.is_followed |= own.is_together
         answer = _carried_out(self.transport, self._worker, own)
+        self._channel.is_followed = was_followed
         pending = Pending(self._channel, method, answer)
         self._channel.expect(pending)
         if pending.answers[0].error is not None:
@@ -258,9 +272,10 @@ class Crew(Generic[W_co]):
         """Let all other ranks call a method while rank 0 does the block, which makes them end it.
 
         Raises as ``all``. An error of the block itself ends the job, since nobody else can end the
-        method; a generator may be closed in it.
+        method, and so does an error of the method, which rank 0 would not hear; a generator may be
+        closed in it.
         """
-        command = self._command(method, args, kwargs)
+        command = replace(self._command(method, args, kwargs), is_together=True)
         self._channel.send([command] * self.size, command.method)
         # Rank 0 may lead for days.
         pending = Pending(self._channel, method, _Answer(), is_long=True)
@@ -370,5 +385,7 @@ def _carried_out(transport: Transport, worker: Any, command: _Command) -> _Answe
         # Without the places that it came by, which would keep what was held there.
         return _Answer(error=error.with_traceback(None))
     except UserError as error:
+        if command.is_together:
+            raise
         # Its subclasses are built of other things than their two texts.
         return _Answer(error=UserError(error.problem, error.remedy))

@@ -119,7 +119,7 @@ in_order(2 * PERIOD, OWN_SLEEP, SHORTEST_SILENCE, SECONDS_OF_QUIET, LONGEST_SILE
 in_order(SECONDS_TO_KILL, SECONDS_TO_ABORT, SECONDS_TO_FOLLOW, SECONDS_TO_AGREE)
 # A rank that may not report lets the one that does tell all peers, and mpirun end the job.
 in_order(TO_TELL + SECONDS_TO_KILL, SECONDS_FOR_THE_REPORTER, SECONDS_FOR_RANK_0)
-# Whoever has heard a report leaves the end of the job to the reporter.
+# A rank that has heard a report leaves the end of the job to the reporter.
 in_order(TO_TELL + SECONDS_TO_ABORT, SECONDS_TO_BE_ENDED)
 # All ranks of a host end before rank 0 does, and that before mpirun is made to.
 in_order(SECONDS_FOR_PEERS, SECONDS_TO_AGREE)

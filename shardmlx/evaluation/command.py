@@ -14,7 +14,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.inference import EvaluateConfig
-from shardmlx.distributed.crew import Crew, lead
+from shardmlx.distributed.crew import Crew, lead, together
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, file_access
@@ -36,6 +36,7 @@ class EvaluationWorker(InferenceWorker):
         super().__init__(transport, reporter)
         self._scorer: Scorer | None = None
 
+    @together
     def score(self, sequences: Sequences, rows: int) -> list[Scores]:
         """Score sequences with the other ranks, so many ``rows`` at a time; return the scores on
         rank 0."""

@@ -18,7 +18,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
-from shardmlx.distributed.crew import Crew, lead
+from shardmlx.distributed.crew import Crew, lead, together
 from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
@@ -197,6 +197,7 @@ class DoctorWorker:
             self_test=self._tested,
         )
 
+    @together
     def measure(self, first: int, second: int, seconds: float) -> LinkSpeed | str | None:
         """Measure the link between two ranks, if this is one of them: the speed, or the problem. A
         lost message ends the wait of both."""
@@ -204,6 +205,7 @@ class DoctorWorker:
             return None
         return measure_link(self._transport, first, second, seconds)
 
+    @together
     def abort(self, status: int) -> None:
         """End this process, without MPI_Finalize. Does not return."""
         self._transport.barrier("leaving")

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, InferenceConfig
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.draft_model import ModelDrafter
@@ -52,6 +52,7 @@ class InferenceWorker(ModelWorker):
         self._head = build_draft_head(self.opened.path, dtype)
         return self._head.nbytes
 
+    @together
     def join_group(self, members: Sequence[Sequence[int]]) -> None:
         """Join the group of ranks that share layers, with the others: ``members[rank]``."""
         mine = members[self.transport.rank]

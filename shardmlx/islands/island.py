@@ -245,7 +245,7 @@ class Island:
         if any(awaited.values()):
             link, waits = self._link, [k for k, is_awaited in awaited.items() if is_awaited]
             what = f"update {update}, waiting for the hub at {link.url}"
-            self._crew.begin(SharedWeights.wait, what)
+            self._crew.all(SharedWeights.wait, what)
             if not link.wait(waits, self._goes_on):
                 self._reporter.warn(
                     f"update {update}: {link.url} gave no new weights in {link.patience:g} s: the "

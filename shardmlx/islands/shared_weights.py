@@ -16,7 +16,7 @@ from typing import IO
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import file_access
@@ -134,6 +134,7 @@ class SharedWeights:
         """Expect that rank 0 waits for the hub before it gives the next command."""
         self._transport.activity.begin(what)
 
+    @together
     @takes_long
     def seed(self, fragment: int, body: IO[bytes] | None) -> None:
         """Take this island's own weights for the first of the hub, and write them into rank 0's
@@ -144,6 +145,7 @@ class SharedWeights:
         whole = Encoding()
         self._collect(fragment, body, lambda name: whole.encode(np.array(self._base[name])))
 
+    @together
     @takes_long
     def report(self, fragment: int, body: IO[bytes] | None) -> None:
         """Write the difference of a fragment into rank 0's file. Raises ``UserError``."""
@@ -156,6 +158,7 @@ class SharedWeights:
                 self._reported[name] = self._comparable_base(name) - told
                 mx.eval(self._reported[name])
 
+    @together
     @takes_long
     def take(self, taken: TakenVersion, body: IO[bytes] | None) -> None:
         """Take a version, whose bytes rank 0 has in a file: set bases, and local weights by them,

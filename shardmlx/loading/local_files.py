@@ -20,7 +20,7 @@ from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
@@ -179,6 +179,7 @@ class LocalFiles:
                 self.found = FoundFiles(Holding.LACKS, why=one_line(error))
         return FoundFiles(self.found.holding, self.found.identity, why=self.found.why)
 
+    @together
     def see_disks(self, cache: str | None) -> Disks:
         """Find out with the other ranks which of them share the disk on which copies are made."""
         base, is_kept = self._base(cache)
@@ -258,6 +259,7 @@ class LocalFiles:
             download(self._repository, self._copy, self._missing, self._tensors, advance)
         return nbytes
 
+    @together
     @takes_long
     def exchange(self, transfers: Sequence[Transfer], what: str) -> int:
         """Play this rank's part in ``transfers`` with the other ranks; return the bytes received.

@@ -61,7 +61,8 @@ def load_run(
         crew.all(ModelWorker.set_limits, planned.limits)
         bring_weights(crew, _needs(planned, worker), reporter)
     sharing = None if link is None else Sharing(link.joined.terms, link.tensors)
-    loaded = crew.all(TrainWorker.load, resumption, sharing, name, config.metrics_file)
+    loaded = crew.all(TrainWorker.load)
+    crew.all(TrainWorker.get_ready, resumption, sharing, name, config.metrics_file)
     worker.runs[-1].lead_with(data, identity, link)
     columns = {
         "weights": [gibibytes(each.nbytes) for each in loaded],

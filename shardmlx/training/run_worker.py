@@ -21,7 +21,7 @@ from shardmlx.checkpoint.export import (
 )
 from shardmlx.checkpoint.reader import Lacking
 from shardmlx.checkpoint.store import Manifest
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.engine.batches import SWAPPED
 from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
@@ -172,6 +172,7 @@ class RunWorker:
 
     # Losses.
 
+    @together
     def evaluate(self, rows: Sequence[Rows], what: str) -> tuple[list[float], int]:
         """Return this rank's sums of the losses of batches, computed without dropout, and the count
         of what they are means of."""
@@ -184,6 +185,7 @@ class RunWorker:
             _, sums = scores_of(results, parts, planned.objective, planned.workload.dtype)
         return sums, sum(share.count for share in shares)
 
+    @together
     def judge(self, rows: Sequence[Rows], columns: Sequence[int], what: str) -> list[Judged]:
         """Return what the model says of the answers of batches, for ``columns`` of what is known of
         samples, where this rank has the last stage."""
@@ -198,6 +200,7 @@ class RunWorker:
                     found.append(Judged(i, column, part.first_row + part.row_numbers, logps))
         return found
 
+    @together
     def finds_finite(self) -> bool:
         """Return whether the last batch has a finite loss with the present weights."""
         if self._last_share is None:
@@ -246,6 +249,7 @@ class RunWorker:
         """Return what this rank has of what the run leaves."""
         return self._collector.held(trained_only=not self._options.tune.is_full)
 
+    @together
     @takes_long
     def save(self, collection: Collection, directory: Path, copy_as: str | None) -> None:
         """Write the weights, on rank 0, with a copy of adapters. Raises ``SaveError``."""
@@ -262,6 +266,7 @@ class RunWorker:
         """Return the names of the trained weights that this rank keeps."""
         return self._collector.wanted()
 
+    @together
     @takes_long
     def take_weights(
         self, files: Sequence[Path], specs: Sequence[TensorSpec], wanted: Sequence[Set[str]]
@@ -290,6 +295,7 @@ class RunWorker:
         misses of it."""
         return self.snapshots.open(headers)
 
+    @together
     @takes_long
     def restore(self, lacking: Sequence[Lacking]) -> None:
         """Take this rank's part of the checkpoint to resume, and send the others what they lack.

@@ -15,13 +15,14 @@ from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
-from shardmlx.distributed.crew import takes_long
+from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import build_optimizer
+from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError, file_access
 from shardmlx.islands.shared_weights import Sharing
 from shardmlx.loading.build import build_model, count_parameters, cut
@@ -43,6 +44,8 @@ class _Loading:
     started: float
     checkpoints: SeenCheckpoints
     output_locks: list[DirectoryLock] = field(default_factory=list)
+    stages: Sequence[Stage] = ()
+    """The stages of this rank, once their weights were read."""
 
     def release(self) -> None:
         """Let other runs have the directories of this one."""
@@ -152,6 +155,7 @@ class TrainWorker(ModelWorker):
         for part in loading.parts(rank):
             take_share(part, self.opened.shape, shares, mesh.share(rank), self._all_sum)
 
+    @together
     def join_group(self, members: Sequence[Sequence[int]]) -> None:
         """Join the group of ranks that share layers, with the others: ``members[rank]``."""
         if self._all_sum is None:
@@ -159,38 +163,50 @@ class TrainWorker(ModelWorker):
             self._all_sum = join_group(self.transport, mine, self.reporter)
 
     @takes_long
-    def load(
-        self,
-        resumption: Resumption,
-        sharing: Sharing | None,
-        name: str,
-        metrics_file: str | None,
-    ) -> LoadedWeights:
-        """Read this rank's weights, and get ready to train the run called ``name``, which is empty
-        for a run alone. Frozen weights are those of the runs before."""
+    def load(self) -> LoadedWeights:
+        """Read this rank's weights. Frozen ones are those of the runs before. Raises
+        ``UserError``."""
         loading, rank = self._last(), self.transport.rank
         planned, parts, weights = loading.planned, loading.parts(rank), loading.weights
-        tune = planned.way.fine_tune
         if self.runs:
             for part, stage in zip(parts, self.runs[0].job.stages, strict=True):
                 part.share_frozen(stage.part)
         for part in parts:
             part.load()
         self.close_files()
-        stages = build_stages(
+        self._model = None
+        self._stored = {}
+        loading.stages = stages = build_stages(
             loading.slices,
             planned.plan.stages_of(rank),
             savings=planned.workload.savings(planned.cluster.backend),
             weights=weights,
             objective=planned.objective,
         )
+        nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
+        trained = sum(stage.part[each].size for stage in stages for each in stage.names)
+        return LoadedWeights(nbytes, trained, time.monotonic() - loading.started)
+
+    @together
+    def get_ready(
+        self,
+        resumption: Resumption,
+        sharing: Sharing | None,
+        name: str,
+        metrics_file: str | None,
+    ) -> None:
+        """Get ready to train the run called ``name``, which is empty for a run alone: ranks compare
+        their clocks, and what they train."""
+        loading = self._last()
+        planned = loading.planned
+        tune = planned.way.fine_tune
         engine = Engine(
             planned.plan,
             self.transport,
-            stages,
+            loading.stages,
             divides_optimizer=tune.divides_optimizer,
             sum_dtype=tune.sum_dtype,
-            weights=weights,
+            weights=loading.weights,
         )
         reporter = self.reporter
         if name:
@@ -211,12 +227,9 @@ class TrainWorker(ModelWorker):
             number=len(self.runs),
         )
         self.runs.append(RunWorker(job))
-        self._model = self._loading = None
-        self._stored = {}
-        nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
-        trained = sum(stage.part[each].size for stage in stages for each in stage.names)
-        return LoadedWeights(nbytes, trained, time.monotonic() - loading.started)
+        self._loading = None
 
+    @together
     def step(self, orders: Sequence[tuple[int, StepOrder]]) -> list[StepAnswer]:
         """Make a step of each of several runs, by their numbers, in one schedule: micro-batches of
         one fill the bubble of another."""

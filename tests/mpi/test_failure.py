@@ -63,6 +63,34 @@ def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
     check(3, 0, "step", "stop", [*arguments, "--timeout", "5"], said)
 
 
+@pytest.mark.parametrize(
+    ("rank", "command", "how"),
+    [
+        (1, "shardmlx.loading.rank_setup.ModelWorker.open", "kill"),
+        (0, "shardmlx.training.worker.TrainWorker.load", "kill"),
+        (1, "shardmlx.training.run_worker.RunWorker.begin_checkpoint", "kill"),
+        (1, "shardmlx.training.run_worker.RunWorker.save", "stop"),
+    ],
+)
+def test_a_rank_that_is_lost_at_a_command(
+    rank: int, command: str, how: str, arguments: list[str | Path], tmp_path: Path
+) -> None:
+    """All others, in one process: ``tests/unit/training/test_every_command.py``."""
+    other = 1 - rank
+    doing = "(answer to|saving) .+" if other == 0 else "next command"
+    ends = rf"rank {rank} on {HOST} {DIED if how == 'kill' else SILENT}"
+    said = rf"rank {other}( on {HOST})?, {doing}, waiting for rank {rank} on {HOST}: {ends}"
+    kept = ("--checkpoint-dir", tmp_path / "kept", "--checkpoint-every", "2", "--iters", "2")
+    check(
+        2,
+        rank,
+        command,
+        how,
+        [*arguments, *kept, "--timeout", "5" if how == "stop" else "60"],
+        said,
+    )
+
+
 def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
     said = r"starting MPI: not all ranks came within 3 s \(see --timeout\)"
     check(2, 1, "start", "stop", arguments, f"rank 0 on {HOST}: {said}")

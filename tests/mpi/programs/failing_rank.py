@@ -2,16 +2,19 @@
 
 WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``scatter`` (before it adds
 what others sent), ``gather`` (before it sends what it updated) or ``gathering`` (when it has sent
-that, and others are still to send); ``scatter:5`` is in step 5. HOW is ``raise``, ``hang``,
-``kill`` or ``stop``: the signals that no process can handle.
+that, and others are still to send); ``scatter:5`` is in step 5. It may be a command of rank 0,
+like ``shardmlx.training.worker.TrainWorker.load``, at which the rank then fails. HOW is ``raise``,
+``hang``, ``kill`` or ``stop``: the signals that no process can handle.
 """
 
 import shardmlx.common.prepared
 
 import os
+import pkgutil
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from shardmlx.common.environment import launched_rank
@@ -21,6 +24,7 @@ from shardmlx.main import main
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.training.losses import Gradients
 from shardmlx.training.rows import Share
+from tests.helpers.commands import failing_at as failing_at_command
 
 rank, when, how, *arguments = sys.argv[1:]
 when, _, first = when.partition(":")
@@ -78,4 +82,8 @@ if launched_rank() == int(rank):
             Sums.all_gather = failing_at(3, Sums.all_gather)  # type: ignore[method-assign]
         case "gathering":
             Sums._finish = failing_at(3, Sums._finish)  # type: ignore[method-assign]
-sys.exit(main(["train", *arguments]))
+with ExitStack() as stack:
+    if "." in when and launched_rank() == int(rank):
+        command: Any = pkgutil.resolve_name(when)
+        stack.enter_context(failing_at_command(command.__code__, fail))
+    sys.exit(main(["train", *arguments]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading, takes_long
+from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading, takes_long, together
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
@@ -394,3 +394,43 @@ def test_an_error_that_nobody_foresees_leaves_the_rank_at_its_command(rank: int)
     with pytest.raises(KeyError, match="a fault"):
         LocalNetwork(2, timeout=20).run(body)
     assert places == [f"rank {rank} on localhost, find files"]
+
+
+class Meeting(Worker):
+    """A worker whose ranks wait for each other."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._transport = transport
+
+    @together
+    def meet(self, late: int) -> None:
+        self.refuse(late)
+        self._transport.barrier("meeting")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_a_rank_refuses_while_others_wait_for_it_ends_the_job(late: int) -> None:
+    """They could give no answer, and would wait until a message times out."""
+
+    def rank(transport: Transport) -> None:
+        lead(transport, Meeting(transport), lambda crew: crew.all(Meeting.meet, late))
+
+    with pytest.raises(UserError, match="the disk is full") as refused:
+        LocalNetwork(2, timeout=60).run(rank)
+    assert not isinstance(refused.value, AgreedError)
+
+
+def test_rank_0_refuses_between_commands_once_ranks_have_met() -> None:
+    def work(crew: Crew[Meeting]) -> None:
+        crew.all(Meeting.meet, -1)
+        assert not crew.is_followed
+        raise UserError("bad", "mend it")
+
+    def rank(transport: Transport) -> Exception | None:
+        try:
+            return lead(transport, Meeting(transport), work)
+        except AgreedError as error:
+            return error
+
+    assert [str(error) for error in LocalNetwork(2, timeout=60).run(rank)] == ["bad: mend it"] * 2
