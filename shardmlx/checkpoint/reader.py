@@ -237,7 +237,8 @@ class CheckpointReader:
         stream.close()
 
     def _received(self, name: str, tensor: PlacedTensor, file: str) -> Incoming:
-        source, what = self._source(file), f"reading {name}"
+        source = self._source(file)
+        what = f"reading {name}"
         return Incoming(self._transport, tensor.nbytes, source, OBJECT_TAG, what)
 
     def _source(self, file: str) -> int:
@@ -252,7 +253,8 @@ def _piece(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
 
 def _filled(tensor: PlacedTensor, pieces: Iterable[bytes | memoryview]) -> mx.array:
     array = new_buffer(tensor.shape, DTYPES[tensor.dtype])
-    buffer, start = buffer_of(array), 0
+    buffer = buffer_of(array)
+    start = 0
     for piece in pieces:
         buffer[start : start + len(piece)] = piece
         start += len(piece)

@@ -186,7 +186,8 @@ def check_identity(
 def start_digest(identity: Mapping[str, Any]) -> str:
     """Return a digest of what decides what a run's starting model says of its data: the same where
     files have been moved, or only the optimizer differs."""
-    model, data = identity["model"], identity["data"]
+    model = identity["model"]
+    data = identity["data"]
     return json_digest(
         [
             model["sha256"],
@@ -206,7 +207,8 @@ def set_digest(facts: SetFacts, most: int) -> str:
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield how the checkpoint's run differs from ours, and what would be the same."""
-    now, then = ours["model"], theirs["model"]
+    now = ours["model"]
+    then = theirs["model"]
     if now["sha256"] != then["sha256"]:
         what = f"{then['name']}, not {now['name']}"
         if now["name"] == then["name"]:
@@ -214,7 +216,8 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
         yield f"is a checkpoint of another model: {what}", "that model"
     yield from _differences_of_start(ours, theirs)
     yield from _differences_of_data(ours["data"], theirs["data"])
-    now, then = ours["optimizer"], theirs["optimizer"]
+    now = ours["optimizer"]
+    then = theirs["optimizer"]
     is_open = now["open_schedule"] is not None and _open(now) == _open(then)
     if _meant_optimizer(now, now, is_open) != _meant_optimizer(then, now, is_open):
         yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
@@ -228,7 +231,8 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
 def _differences_of_start(
     ours: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    now, then = ours["start"], theirs.get("start")
+    now = ours["start"]
+    then = theirs.get("start")
     name = "resume_adapter_file"
     if then is None:  # An older release knew the name of the file alone.
         then = {"name": theirs["options"].get(name), "sha256": now["sha256"]}
@@ -275,8 +279,10 @@ def _notes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
 
 def _meant(options: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as all those that mean the same to the model and the data of a ``run``."""
-    meant, model = dict(options), run["model"]
-    layers, most = model["layers"], run["data"]["longest"]
+    meant = dict(options)
+    model = run["model"]
+    layers = model["layers"]
+    most = run["data"]["longest"]
     if layers is not None and options["num_layers"] == -1:
         meant["num_layers"] = layers
     if options.get("dtype") is None:

@@ -43,7 +43,8 @@ class SeenCheckpoints:
     @takes_long
     def manifests(self, directory: Path, leaders: Collection[int]) -> dict[int, Manifest | str]:
         """Return the manifest of each of these checkpoints by its step, or its fault."""
-        store, found = self.store(directory), dict[int, Manifest | str]()
+        store = self.store(directory)
+        found = dict[int, Manifest | str]()
         for step in self.steps(directory, leaders):
             try:
                 found[step] = store.manifest(step)

@@ -86,6 +86,7 @@ class Manifest:
             raise ValueError(f"step {self.step} with the files {', '.join(names)}")
 
     def to_json(self) -> bytes:
+        """Return the content of ``checkpoint.json``, which ``from_json`` reads."""
         return (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode()
 
     @classmethod
@@ -146,7 +147,8 @@ class Store:
     def commit(self, manifest: Manifest) -> None:
         """Make the begun checkpoint complete, once all its files are on the disk."""
         text = manifest.to_json()
-        partial, final = self.partial(manifest.step), self.path(manifest.step)
+        partial = self.partial(manifest.step)
+        final = self.path(manifest.step)
         write_durably(partial / MANIFEST, text)
         write_durably(partial / MARKER, _marker(text))
         flush_directory(partial)
@@ -180,7 +182,8 @@ class Store:
         """Read a complete checkpoint's manifest. Raises ``UserError``, which names the file."""
         path = self.path(step) / MANIFEST
         try:
-            text, marker = path.read_bytes(), (self.path(step) / MARKER).read_bytes()
+            text = path.read_bytes()
+            marker = (self.path(step) / MARKER).read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {error.filename}: {error.strerror or error}") from None
         if marker != _marker(text):

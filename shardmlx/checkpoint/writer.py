@@ -59,9 +59,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole file."""
         return len(self.header) + sum(array.nbytes for array in self.arrays)
 
     def pieces(self) -> Iterator[memoryview]:
+        """Yield the bytes of the file, in pieces of at most ``PIECE_BYTES``."""
         yield memoryview(self.header)
         for data in map(buffer_of, self.arrays):
             for start in range(0, len(data), byte_stream.PIECE_BYTES):
@@ -78,8 +80,8 @@ class Saved:
 
 
 class CheckpointWriter:
-    """The part of one rank in writing; those of several ``run``s may write at once. All ranks must
-    build one, and call its methods alike."""
+    """The part of one rank in writing; those of several ``run``s may write at once. Rank 0
+    lets all ranks build one, and call its methods."""
 
     def __init__(
         self, transport: Transport, store: Store, storage: Storage, keep: int, run: int = 0
@@ -171,26 +173,33 @@ class CheckpointWriter:
                 mine += self._write_own(step, parts, homes)
                 self._arrays_free.set()
             elif rank in homes:
-                for name, nbytes in self._receive(owner):
-                    what, path = f"saving {name}", self._store.partial(step) / name
-                    pieces = Incoming(self._transport, nbytes, owner, self._tag, what)
-                    mine.append(self._write_file(name, nbytes, pieces, path))
+                mine += self._write_received(step, owner)
         # Complete only when every part is on its disks, and all ranks agree on the files.
         if rank != 0:
             self._send(mine, 0)
             if rank in self._storage.committers:
-                self._store.commit(self._receive(0))
-                self._send(None, 0)
-                self._receive(0)
-                self._store.prune(self._keep)
+                self._commit_told()
             return tuple(mine)
-        for peer in self._taking_part[1:]:
-            mine += self._receive(peer)
+        assert manifest is not None, "rank 0 has it"
+        return self._commit_everywhere(manifest, mine)
+
+    def _commit_told(self) -> None:
+        """Complete the checkpoint on this rank's disk, as rank 0 says."""
+        self._store.commit(self._receive(0))
+        self._send(None, 0)
+        self._receive(0)
+        self._store.prune(self._keep)
+
+    def _commit_everywhere(
+        self, manifest: Manifest, mine: Sequence[FileInfo]
+    ) -> tuple[FileInfo, ...]:
+        """Complete the checkpoint on all disks, on rank 0, once all ranks have written their files;
+        return all files."""
         files: dict[str, FileInfo] = {}
-        for file in mine:
+        written = [*mine, *(file for peer in self._taking_part[1:] for file in self._receive(peer))]
+        for file in written:
             if files.setdefault(file.name, file) != file:
                 raise OSError(f"two copies of {file.name} differ")
-        assert manifest is not None, "rank 0 has it"
         complete = replace(manifest, files=tuple(files[name] for name in sorted(files)))
         others = [peer for peer in self._storage.committers if peer]
         for peer in others:
@@ -198,15 +207,24 @@ class CheckpointWriter:
         self._store.commit(complete)
         for peer in others:
             self._receive(peer)
-        # Old ones go when all disks have the new one: one disk alone may lack some of its files.
+        # Old checkpoints go when all disks have the new one: one disk alone may lack some of its
+        # files.
         for peer in others:
             self._send(None, peer)
         self._store.prune(self._keep)
         return complete.files
 
+    def _write_received(self, step: int, owner: int) -> Iterator[FileInfo]:
+        """Write the files that another rank sends."""
+        for name, nbytes in self._receive(owner):
+            path = self._store.partial(step) / name
+            pieces = Incoming(self._transport, nbytes, owner, self._tag, f"saving {name}")
+            yield self._write_file(name, nbytes, pieces, path)
+
     def _begin(self, step: int) -> None:
         """Make the directory on each disk before any rank that sees the disk writes to it."""
-        rank, disks = self._transport.rank, self._storage.disks
+        rank = self._transport.rank
+        disks = self._storage.disks
         if rank in self._storage.committers:
             self._store.begin(step)
             for home in sorted(self._storage.writers - {rank}):

@@ -32,8 +32,10 @@ class Outgoing:
         relayed: Incoming | None = None,
     ) -> None:
         self._left = nbytes
-        self._peer, self._tag = peer, tag
-        self._what, self._to = what, transport.name(peer)
+        self._peer = peer
+        self._tag = tag
+        self._what = what
+        self._to = transport.name(peer)
         self._outbox = Outbox(transport)
         self._piece = self._new_piece()
         self._filled = 0
@@ -57,7 +59,8 @@ class Outgoing:
                     self._digest.update(buffer_of(self._piece))
                 self._send(self._piece)
                 self._left -= len(self._piece)
-                self._piece, self._filled = self._new_piece(), 0
+                self._piece = self._new_piece()
+                self._filled = 0
 
     def close(self) -> None:
         """Return once the peer has everything."""
@@ -88,7 +91,8 @@ class Incoming:
     def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
         self._transport = transport
         self._left = nbytes
-        self._peer, self._tag = peer, tag
+        self._peer = peer
+        self._tag = tag
         self._what = what
         self.digest = b""
 

@@ -43,7 +43,8 @@ class Exchange:
 
     def divide(self, room: int, ahead: int) -> None:
         """Divide the parts into chunks of ``room``, of which ``ahead`` are under way at a time."""
-        self.room, self.ahead = room, ahead
+        self.room = room
+        self.ahead = ahead
         chunks, errors = (
             zip_longest(*(_pieces(part, room) for part in parts), fillvalue=NOTHING)
             for parts in (self.parts, self.errors)

@@ -42,6 +42,7 @@ class _Peer:
 
     @property
     def has_died(self) -> bool:
+        """True once its process is gone, unless it left, or ends the job."""
         return self.gone_since is not None and self.last.state is State.ALIVE
 
 

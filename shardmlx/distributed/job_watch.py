@@ -72,7 +72,8 @@ class JobWatch:
         self._reports = False
         self._is_report_known = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        shutdown.on_turn, shutdown.on_reported = self._claim, self._tell_peers
+        shutdown.on_turn = self._claim
+        shutdown.on_reported = self._tell_peers
         shutdown.leaves_report = self._leaves_report
         self._thread.start()
 

@@ -92,7 +92,8 @@ class MPITransport(Transport):
         with Deadline(self.shutdown, timeout, "starting MPI"):
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
             channel = _MPIBeatChannel(MPI.COMM_WORLD.Dup())
-        me, host = self._world.rank, self.shutdown.name.rpartition(" ")[2]
+        me = self._world.rank
+        host = self.shutdown.name.rpartition(" ")[2]
         hosts = [host if rank == me else "?" for rank in range(self._world.size)]
         super().__init__(me, hosts, timeout)
         self.library = MPI.Get_library_version().split(",")[0]
@@ -113,9 +114,11 @@ class MPITransport(Transport):
         self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, channel, self._end)
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
+        """Start to send: MPI reads the buffer of ``array`` itself."""
         return self._begin(self._world.Isend, array, peer, tag, is_small=False)
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
+        """Start to receive: MPI writes into the buffer of ``array`` itself."""
         is_small = array.nbytes <= SMALL_BYTES
         return self._begin(self._world.Irecv, array, peer, tag, is_small=is_small)
 
@@ -179,6 +182,8 @@ class MPITransport(Transport):
                 self._pending = [each for each in self._pending if not self._is_done(each)]
 
     def progress(self, handle: Handle, seconds: float) -> bool:
+        """Let MPI move all messages until this one is done, or nothing of it has moved for so many
+        ``seconds``. Raises ``PeerLost``."""
         assert isinstance(handle, _Message), "a message of this transport"
         start = looked = time.monotonic()
         end = start + seconds
@@ -200,16 +205,20 @@ class MPITransport(Transport):
             _pause(now - start)
 
     def set_timeout(self, seconds: float) -> None:
+        """Set the seconds that a message may take, and those of silence by them."""
         super().set_timeout(seconds)
         self._watch.fate.limit = silence_limit(seconds)
 
     def limit_silence(self, seconds: float) -> None:
+        """Take a rank for lost after so many seconds of silence, or after fewer as before."""
         self._watch.fate.limit = min(self._watch.fate.limit, seconds)
 
     def quiet_rank(self) -> str | None:
+        """Return in words which rank the heartbeat has not heard lately."""
         return self._watch.fate.quiet
 
     def abort(self, code: int) -> None:
+        """End the job by ``MPI_Abort``. Does not return."""
         abort(code, self.shutdown)
 
     def _end(self, code: int, reason: str) -> None:
@@ -218,16 +227,20 @@ class MPITransport(Transport):
         self.abort(code)
 
     def fail(self, error: Exception) -> None:
+        """Note a failure, of which the heartbeat tells the peers if no wait raises it soon."""
         self._watch.fail(error)
 
     def stop_requested(self) -> int | None:
+        """Return the signal that asked a rank to stop, on rank 0, which hears of those of all."""
         return self._watch.fate.stop_requested() if self.rank == 0 else None
 
     def stop_command(self) -> str | None:
+        """Return the command that reaches mpirun, and by it all ranks."""
         return self.shutdown.stop_command()
 
     def close(self) -> None:
         # Ranks that leave early would miss a later failure of the others.
+        """Leave when all ranks do, and stop the threads."""
         with self.longer_timeout(SECONDS_TO_LEAVE):
             self.barrier("leaving")
         self._watch.close()
@@ -260,12 +273,14 @@ class _MPIBeatChannel:
         return self._communicator.Irecv([self._buffers[peer], MPI.BYTE], peer)
 
     def post(self, peer: int, data: bytes) -> None:
+        """Send, unless the message before is still on its way, or the peer is gone."""
         with self._lock, contextlib.suppress(MPI.Exception):
             last = self._sending.get(peer)
             if last is None or last.Test():
                 self._sending[peer] = self._communicator.Isend([data, MPI.BYTE], peer)
 
     def fetch(self) -> Iterator[tuple[int, bytes]]:
+        """Yield sender and data of each message that has come."""
         status = MPI.Status()
         with self._lock:
             for _ in range(FETCHES):
@@ -278,6 +293,7 @@ class _MPIBeatChannel:
                         del self._receiving[peer]  # nothing more will come
 
     def close(self) -> None:
+        """Receive no more."""
         with self._lock, contextlib.suppress(MPI.Exception):
             for request in self._receiving.values():
                 request.Cancel()

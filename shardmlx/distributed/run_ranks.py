@@ -131,21 +131,35 @@ def run_ranks(
     finally:
         gc.freeze()
         gc.enable()
+    status, text = _run_together(
+        options, timeout, lambda given, transport: run(given, transport, blas), alike=alike
+    )
+    return _end_job(status, text, shutdown, all_leave=True) if rank == 0 else 0
+
+
+def _run_together(
+    options: T,
+    timeout: Callable[[T], float],
+    run: Callable[[T, Transport], None],
+    *,
+    alike: bool,
+) -> tuple[int, str]:
+    """Join the other ranks, and run with rank 0's options; return the job's status, and why it is
+    not 0."""
     from shardmlx.distributed.agreement import AgreedError
 
-    status, text = 0, ""
     try:
         with connect(timeout(options), alike=alike) as transport:
             options = transport.broadcast(options, what="options")
             transport.set_timeout(timeout(options))
-            run(options, transport, blas)
+            run(options, transport)
     except AgreedError as error:
-        status, text = 2, f"error: {one_line(error)}"
+        return 2, f"error: {one_line(error)}"
     except AgreedFailure as error:
-        status, text = 1, f"failed: {one_line(error)}"
+        return 1, f"failed: {one_line(error)}"
     except Stopped as stop:
-        status, text = 128 + stop.signal, one_line(stop)
-    return _end_job(status, text, shutdown, all_leave=True) if rank == 0 else 0
+        return 128 + stop.signal, one_line(stop)
+    return 0, ""
 
 
 def _end_job(status: int, text: str, shutdown: JobShutdown, *, all_leave: bool = False) -> int:

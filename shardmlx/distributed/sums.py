@@ -100,7 +100,8 @@ class Sums:
         The other parts are then undefined. ``bounds`` are the n + 1 ends of the parts of each
         array, and ``errors`` are as in ``all_reduce``. All ranks of the group must call it.
         """
-        parts, kept = _parts(arrays, bounds), _parts(errors, bounds)
+        parts = _parts(arrays, bounds)
+        kept = _parts(errors, bounds)
         return self._start(Exchange(tuple(group), parts, kept, True, False, self.wire))
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
@@ -124,7 +125,8 @@ class Sums:
             return what() if peer is None else f"{what()}, waiting for {transport.name(peer)}"
 
         transport.activity.check(whom)
-        idle, moved = 0.0, self._moved
+        idle = 0.0
+        moved = self._moved
         with transport.activity.waiting_for(whom):
             while self._error is None and not exchange.done.wait(SLICE):
                 transport.activity.check(whom)
@@ -198,7 +200,8 @@ class Sums:
 
     def _scatter(self, step: ExchangeStep) -> None:
         """Send the others their pieces of a chunk, and receive this rank's."""
-        exchange, transport = step.exchange, self._transport
+        exchange = step.exchange
+        transport = self._transport
         if not exchange.scatters:
             return
         self._turn = (self._turn + 1) % FULL.ahead
@@ -212,7 +215,9 @@ class Sums:
 
     def _add(self, step: ExchangeStep) -> None:
         """Add the received pieces to this rank's own, in the order of the group."""
-        exchange, me, wire = step.exchange, self._transport.rank, step.exchange.wire
+        exchange = step.exchange
+        me = self._transport.rank
+        wire = step.exchange.wire
         mine = step.pieces[me]
         rounds = wire.is_shorter and not wire.keeps_errors
         if rounds:
@@ -238,7 +243,8 @@ class Sums:
 
     def _return(self, step: ExchangeStep) -> None:
         """Send this rank's sum to all, and receive theirs in place of the pieces sent."""
-        exchange, wire = step.exchange, step.exchange.wire
+        exchange = step.exchange
+        wire = step.exchange.wire
         if not exchange.gathers:
             return
         for peer in self._others(exchange):
@@ -263,7 +269,8 @@ class Sums:
 
     def _encoded(self, step: ExchangeStep, rank: int) -> np.ndarray:
         """Return a rank's piece as it travels, and keep its rounding errors."""
-        piece, wire = step.pieces[rank], step.exchange.wire
+        piece = step.pieces[rank]
+        wire = step.exchange.wire
         if rank not in step.errors:
             return wire.encode(piece)
         errors = step.errors[rank]

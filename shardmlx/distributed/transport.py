@@ -236,7 +236,8 @@ class Transport(ABC):
         """Return rank 0's ``value``."""
         if self.rank != 0:
             return self.receive_object(0, what)
-        payload, outbox = pickle.dumps(value), Outbox(self)
+        payload = pickle.dumps(value)
+        outbox = Outbox(self)
         for peer in range(1, self.size):
             outbox.send_object(payload, peer, OBJECT_TAG, what)
         outbox.drain(0)

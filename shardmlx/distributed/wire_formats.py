@@ -41,9 +41,11 @@ class BFloat16(WireFormat):
     is_shorter = True
 
     def nbytes(self, count: int) -> int:
+        """Return 2 bytes a number."""
         return 2 * count
 
     def encode(self, numbers: np.ndarray) -> np.ndarray:
+        """Round to the nearest, ties to even."""
         bits = numbers.view(np.uint32)
         up = (bits >> 16) & 1
         up += 0x7FFF
@@ -53,6 +55,7 @@ class BFloat16(WireFormat):
         return short.view(np.uint8)
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        """Return the upper halves as float32."""
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
@@ -66,9 +69,11 @@ class Int8(WireFormat):
     keeps_errors = True
 
     def nbytes(self, count: int) -> int:
+        """Return a byte a number, and a float32 scale for each block."""
         return count + 4 * -(-count // BLOCK)
 
     def encode(self, numbers: np.ndarray) -> np.ndarray:
+        """Round each block to multiples of a 127th of its largest number."""
         count = numbers.size
         blocks = np.zeros((-(-count // BLOCK), BLOCK), np.float32)
         blocks.reshape(-1)[:count] = numbers
@@ -84,6 +89,7 @@ class Int8(WireFormat):
         return data
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        """Return the multiples times the scales of their blocks."""
         scales = np.frombuffer(data[count:].tobytes(), np.float32)
         numbers = data[:count].view(np.int8).astype(np.float32)
         whole = count - count % BLOCK

@@ -95,7 +95,8 @@ class Hub:
             except Refusal as refusal:
                 if not refusal.more.get("retry"):
                     raise
-                problem, answered = refusal.problem, time.monotonic()
+                problem = refusal.problem
+                answered = time.monotonic()
             if pause == PAUSES[0]:
                 self._say(f"--island {self.url}: {problem}; trying again")
             if self.closed.wait(pause) or time.monotonic() > max(self.heard, answered) + patience:
@@ -110,9 +111,11 @@ class Hub:
         return Terms.of_json(self._json("GET", "/status").get("terms"))
 
     def join(self, message: Join) -> Joined:
+        """Let the island in: ``POST /join``."""
         return Joined.of_json(self._json("POST", "/join", message.to_json()))
 
     def progress(self, message: Progress) -> Mapping[str, Any]:
+        """Send a heartbeat, and return its answer: ``POST /progress``."""
         return self._json("POST", "/progress", message.to_json())
 
     def put(self, path: str, body: IO[bytes]) -> None:
@@ -201,7 +204,8 @@ class Hub:
             answer = dict(json.loads(error.read(1 << 16)))
             problem = str.strip(answer.pop("error"))  # a TypeError if another server says more
         except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError):
-            problem, answer = f"--island {self.url}: status {error.code}, which is no hub's", {}
+            problem = f"--island {self.url}: status {error.code}, which is no hub's"
+            answer = {}
             if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 return HubAway(problem)
         return Refusal(error.code, problem, answer.pop("remedy", ""), **answer)
@@ -230,7 +234,8 @@ def exchange(
                 return Came(0, OWN)
     except Refusal as refused:
         if refused.status == HTTPStatus.UNPROCESSABLE_ENTITY and base is not None:
-            base, refusal = None, str(refused)
+            base = None
+            refusal = str(refused)
         elif "version" not in refused.more:  # it has counted this before, or others' weights
             raise
     try:
@@ -283,4 +288,5 @@ class Heartbeat:
             leaving = leaving is not None and self._is_over.wait(HEARTBEAT_SECONDS)
             with contextlib.suppress(HubAway, Refusal):
                 answer = self._hub.progress(replace(self._progress, leaving=leaving))
-                self.ended, self.evaluates = bool(answer["ended"]), bool(answer["evaluate"])
+                self.ended = bool(answer["ended"])
+                self.evaluates = bool(answer["evaluate"])

@@ -65,10 +65,13 @@ class TopK(Encoding):
         self._share = share
 
     def nbytes(self, shape: Shape) -> int:
+        """Return 8 bytes for each number that is kept: its place, and itself."""
         return 8 * math.ceil(self._share * math.prod(shape))
 
     def encode(self, array: np.ndarray, before: Data | None = None) -> Data:
-        numbers, count = array.reshape(-1), self.nbytes(array.shape) // 8
+        """Keep the largest numbers of all, and their places."""
+        numbers = array.reshape(-1)
+        count = self.nbytes(array.shape) // 8
         places = np.argpartition(np.abs(numbers), numbers.size - count)[numbers.size - count :]
         places.sort()
         parts = [places.astype(np.uint32), numbers[places]]
@@ -99,15 +102,18 @@ class LowRank(Encoding):
 
     def _sides(self, shape: Shape) -> tuple[int, int] | None:
         """Return rows and columns of a tensor, None if it is sent whole."""
-        rows, columns = math.prod(shape[:-1]), math.prod(shape[-1:])
+        rows = math.prod(shape[:-1])
+        columns = math.prod(shape[-1:])
         is_shorter = self._rank * (rows + columns) < rows * columns
         return (rows, columns) if len(shape) > 1 and is_shorter else None
 
     def nbytes(self, shape: Shape) -> int:
+        """Return the bytes of two factors, or of the tensor if that is shorter."""
         sides = self._sides(shape)
         return super().nbytes(shape if sides is None else (self._rank, sum(sides)))
 
     def encode(self, array: np.ndarray, before: Data | None = None) -> Data:
+        """Return two factors whose product is near the tensor; ``before`` has the last ones."""
         sides = self._sides(array.shape)
         if sides is None:
             return super().encode(array)

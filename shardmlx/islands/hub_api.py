@@ -104,6 +104,7 @@ class _Api:
         return found
 
     async def page(self, request: Request) -> Response:
+        """Answer with the page of the hub."""
         page = Path(__file__).with_name("page") / "hub.html"
         return FileResponse(page, headers=FOR_PAGE)
 
@@ -121,18 +122,21 @@ class _Api:
         return JSONResponse({**self._rounds.status(), **about_joining}, headers=ANSWERED)
 
     async def join(self, request: Request, name: str) -> Response:
+        """Let an island in."""
         message = Join.of_json(await self._json(request, name))
         joined = await asyncio.to_thread(self._rounds.join, name, message)
         return JSONResponse(joined.to_json())
 
     async def progress(self, request: Request, name: str) -> Response:
+        """Take a heartbeat."""
         message = Progress.of_json(await self._json(request, name))
         return JSONResponse(self._rounds.progress(name, message))
 
     async def version(self, request: Request, name: str) -> Response:
         """Answer with a fragment's newest version, once it is above ``after``: with the encoded
         change if one leads there, or else with the weights. 204 says that none has come yet."""
-        fragment, number = self._fragment(request), _number(request, "k")
+        fragment = self._fragment(request)
+        number = _number(request, "k")
         after = _number(request, "after") if "after" in request.query_params else -1
         until = time.monotonic() + SECONDS_TO_WAIT
         while True:
@@ -152,13 +156,17 @@ class _Api:
         return FileResponse(fragment.path(part, version), headers=headers)
 
     async def seed(self, request: Request, name: str) -> Response:
-        fragment, number = self._fragment(request), _number(request, "k")
+        """Take the first weights of a fragment."""
+        fragment = self._fragment(request)
+        number = _number(request, "k")
         take = partial(self._rounds.seed, name, number)
         await self._upload(request, name, fragment, fragment.seed_bytes, take)
         return JSONResponse({"version": 0})
 
     async def report(self, request: Request, name: str) -> Response:
-        fragment, number = self._fragment(request), _number(request, "k")
+        """Take a report of a fragment."""
+        fragment = self._fragment(request)
+        number = _number(request, "k")
         counts = {each: _number(request, each) for each in ("life", "base", "rows", "tokens")}
         take = partial(self._rounds.take, Report(island=name, **counts), number)
         # Whether it is refused is said behind its body: before it, the answer could get lost.
@@ -212,7 +220,8 @@ class _Api:
     ) -> None:
         """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow, or
         one of too many of this island."""
-        count, stream = 0, request.stream()
+        count = 0
+        stream = request.stream()
         if self._bodies[name] >= MOST_BODIES:
             raise Refusal(429, f"{MOST_BODIES} bodies of {name} are coming", "wait", retry=True)
         self._bodies[name] += 1
@@ -232,6 +241,7 @@ class _Api:
             self._bodies[name] -= 1
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
+        """Answer with an error as JSON."""
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
         headers = {**ANSWERED}

@@ -186,7 +186,8 @@ class Island:
         """Take a fragment's newest weights, or give the hub its first."""
         fragment = self._fragments[k]
         fragment.sent = update, self._tokens
-        body, path = self._link.new_body(), None
+        body = self._link.new_body()
+        path = None
         if newest is None:
             self._all(SharedWeights.seed, k, body)
             path = f"/fragments/{k}/seed"
@@ -228,7 +229,8 @@ class Island:
 
     def _report(self, k: int, update: int) -> None:
         """Send the hub the difference of a fragment."""
-        fragment, base = self._fragments[k], self._fragments[k].version
+        fragment = self._fragments[k]
+        base = self._fragments[k].version
         assert base is not None, "it was taken or given at the start"
         updates, tokens = fragment.counted
         fragment.sent = update, self._tokens
@@ -243,7 +245,8 @@ class Island:
         and hear what the hub wants of this island; return why the run cannot go on, if it cannot.
         """
         if any(awaited.values()):
-            link, waits = self._link, [k for k, is_awaited in awaited.items() if is_awaited]
+            link = self._link
+            waits = [k for k, is_awaited in awaited.items() if is_awaited]
             what = f"update {update}, waiting for the hub at {link.url}"
             self._crew.all(SharedWeights.wait, what)
             if not link.wait(waits, self._goes_on):

@@ -69,6 +69,7 @@ class Message:
             return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON takes them."""
         return asdict(self)
 
 
@@ -126,6 +127,7 @@ class Terms(Message, Options):
         # Momentum repeats a difference for rounds before an encoding that defers has let islands
         # see it: they overshoot, and ever farther (as in SparseLoCo, arXiv:2508.15706). A rate of 2
         # makes up for what cancels out in a mean of islands; async takes each report alone.
+        """The outer optimizer: the one that is named, or the usual one of the mode."""
         deferred = SGD if self.mode == ASYNC else f"{SGD}:2"
         diloco = deferred if encoding_named(self.encoding).defers else NESTEROV
         usual = {FEDAVG: AVERAGE, PARAMETER_SERVER: SGD}.get(self.mode, diloco)
@@ -223,7 +225,8 @@ class Join(Message):
     def check_same(self, other: Join) -> None:
         """Raise ``UserError`` that names the first difference from another island's model."""
         for key in [*self.model, *other.model]:
-            mine, its = self.model.get(key), other.model.get(key)
+            mine = self.model.get(key)
+            its = other.model.get(key)
             if mine != its:
                 raise UserError(f"the model's {key} is {mine!r}, and the hub's {its!r}", AGREE)
         for tensor, its in zip_longest(self.tensors, other.tensors, fillvalue="no tensor"):

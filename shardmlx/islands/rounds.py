@@ -47,7 +47,9 @@ class IslandState:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def take(self, progress: Progress) -> None:
-        self.progress, self.leaving = progress, progress.leaving
+        """Take in a heartbeat."""
+        self.progress = progress
+        self.leaving = progress.leaving
         if progress.loss is not None and self.losses[-1:] != [(progress.step, progress.loss)]:
             self.losses = [*self.losses, (progress.step, progress.loss)]
         if len(self.losses) > MOST_POINTS:
@@ -79,6 +81,7 @@ class Rounds:
             self.islands[name].heard = clock()
 
     def fragment(self, number: int) -> FragmentStore:
+        """Return a fragment by its number. Raises ``Refusal`` if there is none."""
         if number >= len(self.run.fragments):
             raise Refusal(404, f"there is no fragment {number}", "join first")
         return self.run.fragments[number]
@@ -94,6 +97,7 @@ class Rounds:
         )
 
     def hear(self, name: str) -> None:
+        """Note that an island gave a sign of itself."""
         self.islands[name].heard = self._clock()
 
     def join(self, name: str, message: Join) -> Joined:
@@ -206,7 +210,8 @@ class Rounds:
         return pending
 
     def _advance(self, fragment: FragmentStore, reports: Sequence[Report]) -> None:
-        options, optimizer = self.options, self.options.terms.optimizer
+        options = self.options
+        optimizer = self.options.terms.optimizer
         of_islands = [[*own] for _, own in groupby(reports, attrgetter("island"))]
         # The norm of a sum is at most the sum of norms.
         factors = [options.privacy.factor(sum(each.norm for each in own)) for own in of_islands]
@@ -254,7 +259,8 @@ class Rounds:
 
     def status(self) -> dict[str, Any]:
         """Return all that the page shows, as JSON."""
-        present, now = self.present(), self._clock()
+        present = self.present()
+        now = self._clock()
         fragments = [
             {"version": each.version, "reports": [report.island for report in each.pending]}
             for each in self.run.fragments

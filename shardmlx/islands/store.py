@@ -76,6 +76,7 @@ class Report:
 
     @property
     def file(self) -> str:
+        """The name of the file with its body."""
         return f"{self.island}.{self.life}.{self.base}.report"
 
 
@@ -88,12 +89,15 @@ class VersionFacts:
 
     @classmethod
     def of_json(cls, counted: Mapping[str, Any], tokens: int) -> VersionFacts:
+        """Return the facts that ``facts.json`` has of a version."""
         return cls({name: Report(**each) for name, each in counted.items()}, tokens)
 
     def last(self, island: str) -> Report:
+        """Return the last counted report of an island; without one, a report before all."""
         return self.counted.get(island, Report(island=island, life=0, base=-1))
 
     def with_reports(self, reports: Sequence[Report]) -> VersionFacts:
+        """Return the facts of the next version, which counts these reports."""
         counted = {**self.counted, **{each.island: each for each in reports}}
         return VersionFacts(counted, self.tokens + sum(each.tokens for each in reports))
 
@@ -147,7 +151,8 @@ class FragmentStore:
 
     def decoded(self, body: Path, *, is_seed: bool = False) -> Iterator[np.ndarray]:
         """Yield the tensors of a body. Raises ``ValueError`` for what none can be."""
-        encoding, at = FLOAT32 if is_seed else self._encoding, 0
+        encoding = FLOAT32 if is_seed else self._encoding
+        at = 0
         for tensor in self.tensors:
             yield _read(body, at, tensor, encoding)
             at += encoding.nbytes(tensor.shape)
@@ -164,8 +169,10 @@ class FragmentStore:
         """Make the next version of pending reports: of each, one tensor at a time is in memory."""
         if self.version is None:
             raise ValueError("this fragment has no weights yet")
-        encoding, old = self._encoding, self.path(PUBLISHED).parent
-        has_momentum, has_last = (old / MOMENTUM).exists(), (old / CHANGE).exists()
+        encoding = self._encoding
+        old = self.path(PUBLISHED).parent
+        has_momentum = (old / MOMENTUM).exists()
+        has_last = (old / CHANGE).exists()
 
         def write(directory: Path) -> None:
             at = encoded_at = 0
@@ -209,7 +216,8 @@ class FragmentStore:
         flush_directory(partial)
         os.rename(partial, self.directory / f"v{version:07}")
         flush_directory(self.directory)
-        self.version, self.facts = version, facts
+        self.version = version
+        self.facts = facts
         self._clean()
 
     def _clean(self) -> None:
@@ -288,8 +296,11 @@ class Run:
     def _go_on(self, terms: Terms | None) -> None:
         with refusing(f"{self._file} is of no run that can go on", "name another --path"):
             run = json.loads(self._file.read_bytes())
-            self.terms, first = Terms.of_json(run["terms"]), Join.of_json(run["first"])
-            self.lives, self.began, self.id = run["lives"], run["began"], run["id"]
+            self.terms = Terms.of_json(run["terms"])
+            first = Join.of_json(run["first"])
+            self.lives = run["lives"]
+            self.began = run["began"]
+            self.id = run["id"]
         if terms is not None:
             for name, own in self.terms.to_json().items():
                 if getattr(terms, name) != own and name != "outer_optimizer":

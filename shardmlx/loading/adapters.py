@@ -138,7 +138,8 @@ def _check(config: Mapping[str, Any]) -> None:
         raise UserError(f"fine_tune_type is {kind!r}", f"one of {', '.join(FINE_TUNE_TYPES)}")
     if kind == "full":
         return
-    layers, parameters = config.get("num_layers"), config.get("lora_parameters")
+    layers = config.get("num_layers")
+    parameters = config.get("lora_parameters")
     if not isinstance(layers, int) or isinstance(layers, bool):
         raise UserError(f"num_layers is {layers!r}", "a whole number says which layers have them")
     if not isinstance(parameters, Mapping):

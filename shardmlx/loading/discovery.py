@@ -32,7 +32,8 @@ from shardmlx.modelfiles.sources import ADAPTER_FILE, SUFFIX
 
 def find_model_files(crew: Crew[LocalFiles], source: ModelSource, reporter: Reporter) -> None:
     """Find where each rank reads the model. On rank 0. Raises ``UserError``."""
-    model, revision = source.model, source.revision
+    model = source.model
+    revision = source.revision
     is_here = Path(model).exists()
     if crew.size == 1 or (source.weights == "local" and not is_here):
         # Every rank downloads the whole repository, as mlx-lm does.

@@ -34,7 +34,8 @@ def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> list[li
     for name in sorted(names, key=lambda name: (tensors[name].file, tensors[name].start)):
         here = tensors[name]
         if found:
-            first, last = tensors[found[-1][0]], tensors[found[-1][-1]]
+            first = tensors[found[-1][0]]
+            last = tensors[found[-1][-1]]
             is_next = (last.file, last.end) == (here.file, here.start)
             if is_next and here.end - first.start <= _RUN_BYTES:
                 found[-1].append(name)
@@ -53,7 +54,8 @@ def download(
     """Bring tensors into ``copy``; ``advance`` gets bytes as they come. Raises ``UserError``."""
 
     def bring(run: Sequence[str]) -> Sequence[str]:
-        file, position = tensors[run[0]].file, tensors[run[0]].start
+        file = tensors[run[0]].file
+        position = tensors[run[0]].start
         for chunk in repository.stream(file, position, tensors[run[-1]].end):
             copy.write(file, position, chunk)
             position += len(chunk)

@@ -380,7 +380,8 @@ def _pass_on(
     """Play this rank's part in a transfer; return bytes received. ``RuntimeError`` on damage."""
     what = f"{transport.name(transport.rank)}, loading {transfer.name}"
     position = transfer.chain.index(transport.rank)
-    incoming, following = None, None
+    incoming = None
+    following = None
     if position:
         peer = transfer.chain[position - 1]
         incoming = Incoming(transport, place.nbytes, peer, OBJECT_TAG, what)

@@ -45,6 +45,7 @@ class ModelManifest:
     headers: Mapping[str, Header]
 
     def tensors(self) -> dict[str, PlacedTensor]:
+        """Return all tensors by their names."""
         return {name: each for of in self.headers.values() for name, each in of.tensors.items()}
 
     @property
@@ -112,7 +113,8 @@ def parts_of_shares(
     for rank, mine in enumerate(found):
         cuts = [shares.cuts(kind, rank) for kind in shape.kinds]
         for name, tensor in tensors.items():
-            layer, (path, _, leaf) = place_of(name, shape), name.rpartition(".")
+            layer = place_of(name, shape)
+            (path, _, leaf) = name.rpartition(".")
             if not isinstance(layer, int) or leaf not in ("weight", "bias", *QUANTISED_PARTS):
                 continue
             if not shape.is_declared and name not in shape.unchanged:
@@ -137,7 +139,8 @@ def _part(tensor: PlacedTensor, axis: int, first: int, last: int) -> PlacedTenso
     outer = math.prod(tensor.shape[:axis])
     stride = tensor.nbytes // outer
     one = stride // tensor.shape[axis]
-    start, run = tensor.start + first * one, (last - first) * one
+    start = tensor.start + first * one
+    run = (last - first) * one
     end = start + (outer - 1) * stride + run
     if outer == 1:  # it lies in one piece
         run = stride = 1

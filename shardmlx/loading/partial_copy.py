@@ -85,6 +85,7 @@ class PartialCopy:
             return {name for name, digest in pairs if digest == recorded[name]}
 
     def nbytes(self, names: Iterable[str]) -> int:
+        """Return the bytes of these tensors."""
         return sum(self.tensors[name].nbytes for name in names)
 
     def check_room(self, names: Iterable[str]) -> None:
@@ -105,6 +106,7 @@ class PartialCopy:
             raise named from None
 
     def read(self, file: str, offset: int, count: int) -> bytes:
+        """Return bytes of a file of the copy."""
         return read_exactly(self._files[file], offset, count, file)
 
     def add(self, name: str, digest: bytes | None = None) -> None:
@@ -124,13 +126,15 @@ class PartialCopy:
                     line = {"name": name, "digest": digest.hex()}
                     record.write(b"\n" + json.dumps(line).encode())
                 flush_to_disk(record)
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
+        self._pending_bytes = 0
 
     def empty(self) -> None:
         """Return the tensors' space to the disk: their places are holes again."""
         for file, descriptor in self._files.items():
             _empty(descriptor, self._manifest.headers[file])
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
+        self._pending_bytes = 0
 
     def close(self) -> None:
         """Close the files; ranks that have opened them may read on."""

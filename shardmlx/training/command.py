@@ -132,7 +132,8 @@ def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Rep
         what = ""
         if samples.known is not None:
             what = ", chosen" if samples.known[i, WANTED] else ", rejected"
-        total, row = plural(len(tokens), "token"), i // config.loss.together + 1
+        total = plural(len(tokens), "token")
+        row = i // config.loss.together + 1
         reporter.say(f"row {row}{what}: {total}, {counts.sum()} count in the loss")
         # Runs of tokens that count, and that do not.
         ends = np.flatnonzero(np.diff(counts)) + 1
@@ -144,7 +145,8 @@ def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Rep
 
 
 def _time(planned: PlannedRun) -> str:
-    step, iters = planned.seconds(planned.mean_length), planned.config.iters
+    step = planned.seconds(planned.mean_length)
+    iters = planned.config.iters
     if step is None:
         return (
             "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "

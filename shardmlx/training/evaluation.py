@@ -43,8 +43,10 @@ class Evaluation:
         """Return the batches of a data set."""
         job = self.crew.worker.job
         assert job.data is not None, "rank 0 has the data"
-        samples, batch = getattr(job.data, name), job.planned.way.batch
-        objective, config = job.planned.objective, job.planned.config
+        samples = getattr(job.data, name)
+        batch = job.planned.way.batch
+        objective = job.planned.objective
+        config = job.planned.config
         most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.facts.has_reference and most != -1
@@ -100,7 +102,8 @@ class Evaluation:
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
         """Return the mean loss of a token, or pair, and what preferences say; None for a set
         without a batch, or without a token that counts. Raises ``StopRequested``."""
-        planned, reporter = self.crew.worker.job.planned, self.crew.worker.job.reporter
+        planned = self.crew.worker.job.planned
+        reporter = self.crew.worker.job.reporter
         available = planned.sizes[name] // planned.way.batch.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
@@ -126,7 +129,8 @@ class Evaluation:
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[list[Rows]]]:
         """Yield the rows of as many batches at once as keep all stages busy, for each rank. Raises
         ``StopRequested`` between two."""
-        job, transport = self.crew.worker.job, self.crew.transport
+        job = self.crew.worker.job
+        transport = self.crew.transport
         plan = job.planned.plan
         microbatches = -(-plan.microbatches // 2) if job.shares_prompts else plan.microbatches
         at_once = -(-4 * plan.mesh.pp // microbatches)

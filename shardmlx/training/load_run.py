@@ -40,7 +40,9 @@ def load_run(
 ) -> None:
     """Find the checkpoint to go on from, and load each rank's stages, for the run ``name``: empty
     for a run alone. On rank 0, once all ranks have built its model. Raises ``UserError``."""
-    config, plan, worker = planned.config, planned.plan, crew.worker
+    config = planned.config
+    plan = planned.plan
+    worker = crew.worker
     tune = planned.way.fine_tune
     crew.all(TrainWorker.cut, planned)
     identity = _identity(planned, data, worker)
@@ -78,16 +80,19 @@ def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[
     config = planned.config
     if not (config.checkpoints.checkpoint_dir or config.checkpoints.named):
         return None
-    read, facts = worker.model_files.read, _facts_of(planned, worker.opened)
+    read = worker.model_files.read
+    facts = _facts_of(planned, worker.opened)
     then = _sets_of_checkpoint(config)
-    train, valid = data.train.facts(then.get("train")), data.valid.facts(then.get("valid"))
+    train = data.train.facts(then.get("train"))
+    valid = data.valid.facts(then.get("valid"))
     return identity_of(config.flat(), worker.opened.path, train, valid, read, facts)
 
 
 def _sets_of_checkpoint(config: TrainConfig) -> Mapping[str, Any]:
     """Return the facts of the sets of the checkpoint that the run may go on from, by name; none
     where there is no sound one, or on another disk alone."""
-    named, directory = config.checkpoints.named, config.checkpoints.checkpoint_dir
+    named = config.checkpoints.named
+    directory = config.checkpoints.checkpoint_dir
     if named is None and (directory is None or config.checkpoints.resume == "never"):
         return {}
     store = Store(Path(directory or "") if named is None else named.parent)
@@ -102,7 +107,8 @@ def _sets_of_checkpoint(config: TrainConfig) -> Mapping[str, Any]:
 
 def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
     """Return what the run's options do not say of it. Raises ``UserError``."""
-    config, start = planned.config, planned.config.resume_adapter_file
+    config = planned.config
+    start = planned.config.resume_adapter_file
     with file_access("read", f"--resume-adapter-file {start}"):
         digest = None if start is None else file_digest(Path(start))
     return RunFacts(
@@ -142,7 +148,8 @@ def show_ranks(
     others: Mapping[str, Sequence[str]],
 ) -> None:
     """Print the layers of each rank, other columns by their heads, and its planned memory."""
-    plan, limits = planned.plan, planned.limits
+    plan = planned.plan
+    limits = planned.limits
     ranges = plan.stage_map.partition.ranges
     columns = {
         "rank": [str(rank) for rank in range(len(hosts))],

@@ -49,7 +49,8 @@ class Gradients:
 
     def add(self, results: Results) -> list[float]:
         """Take in what the engine made of the step that was begun; return this rank's sums."""
-        parts, objective = self._shares[-1].microbatches, self.job.planned.objective
+        parts = self._shares[-1].microbatches
+        objective = self.job.planned.objective
         losses, sums = scores_of(results, parts, objective, self.job.planned.workload.dtype)
         fault = nonfinite_loss(losses, self.job.transport)
         self._nonfinite_loss = self._nonfinite_loss or fault

@@ -112,7 +112,8 @@ def _profile(
     options: ProfileOptions, reporter: Reporter, blas: Blas, crew: Crew[ProfileWorker]
 ) -> None:
     """Let all ranks measure, and write the profile. On rank 0."""
-    fine_tune, shapes = options.run.tune, options.shapes
+    fine_tune = options.run.tune
+    shapes = options.shapes
     model_config, workload = _read(options)
     reporter.say(str(blas))
     crew.all(ProfileWorker.build, options, model_config, workload)
@@ -144,10 +145,8 @@ def _profile(
 
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
-    files, fine_tune = (
-        open_model(options.run.source.model, options.run.source.revision),
-        options.run.tune,
-    )
+    files = open_model(options.run.source.model, options.run.source.revision)
+    fine_tune = options.run.tune
     build_optimizer(fine_tune)  # refuses its settings before anything is measured
     return dict(files.config), Workload.of(
         files, fine_tune, options.run.batch, options.run.spec.saves

@@ -57,7 +57,8 @@ class References:
         starts = [each for each in batches.first(most) if lacking[each : each + size].any()]
         if not starts:
             return
-        what, at = f"reference of the {name} set", 0
+        what = f"reference of the {name} set"
+        at = 0
         with self._job.reporter.bar(what, len(starts)) as bar:
             for rows in self._evaluation.groups(
                 self._evaluation.draw(name, map(batches.at, starts))

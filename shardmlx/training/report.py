@@ -184,7 +184,8 @@ class TrainingReport:
         ranks = self._totals.summary()
         if not ranks:
             return
-        planned, mean_length = self._planned, self._mean_length
+        planned = self._planned
+        mean_length = self._mean_length
         peaks = planned.peaks(max(self._lengths))
         self._show_ranks(ranks, peaks)
         expected = planned.seconds(mean_length)

@@ -57,7 +57,8 @@ def _of_steps(config: TrainConfig) -> Iterator[str]:
 
 def _of_schedule(config: TrainConfig) -> Iterator[str]:
     """Yield how a schedule's updates and those of the run differ."""
-    schedule, updates = config.tune.lr_schedule, config.updates
+    schedule = config.tune.lr_schedule
+    updates = config.updates
     if schedule is None:
         return
     warmup = schedule.get("warmup") or 0
@@ -67,11 +68,13 @@ def _of_schedule(config: TrainConfig) -> Iterator[str]:
             "learning rate does not reach its full height"
         )
         return
-    name, arguments = schedule["name"], list(schedule.get("arguments") or ())
+    name = schedule["name"]
+    arguments = list(schedule.get("arguments") or ())
     place = _FALLS.get(name)
     if place is None or len(arguments) <= place:
         return
-    steps, first = arguments[place], arguments[0]
+    steps = arguments[place]
+    first = arguments[0]
     end = arguments[1] if name == "linear_schedule" else [*arguments, 0.0][2]
     if first != end and warmup + steps > updates:
         yield (
@@ -100,7 +103,8 @@ def _of_start(config: TrainConfig) -> Iterator[str]:
             f"--resume-adapter-file {file} has adapters of fine_tune_type {kind}, which do "
             f"something else as {config.tune.fine_tune_type}"
         )
-    before, now = theirs.get("lora_parameters"), config.tune.lora_parameters["scale"]
+    before = theirs.get("lora_parameters")
+    now = config.tune.lora_parameters["scale"]
     if not isinstance(before, Mapping) or before.keys().isdisjoint(("scale", "alpha")):
         return
     with suppress(UserError):

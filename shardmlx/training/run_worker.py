@@ -85,12 +85,14 @@ class RunWorker:
 
     def __init__(self, job: TrainingRun) -> None:
         self.job = job
-        planned, engine = job.planned, job.engine
+        planned = job.planned
+        engine = job.engine
         self._options = options = planned.config
         self._transport = job.transport
         trace = Path(options.trace) if options.trace else None
         self.meter = Meter(job.transport, engine.recorder, trace)
-        shards, parts = engine.shards, [stage.part for stage in job.stages]
+        shards = engine.shards
+        parts = [stage.part for stage in job.stages]
         self._updater = Updater(
             job.optimizer, job.stages, shards, masters=options.tune.master_weights
         )
@@ -161,7 +163,8 @@ class RunWorker:
         elif not gradients.counted_steps:
             gradients.forget()  # the optimizer would go on by its momentum
         else:
-            scale, limit = gradients.scale, self._options.max_grad_norm
+            scale = gradients.scale
+            limit = self._options.max_grad_norm
             if limit is not None and norm > limit:
                 scale *= limit / (norm + 1e-6)
             result["waited"] = self.snapshots.release()
@@ -210,7 +213,8 @@ class RunWorker:
         return all(np.isfinite(each).all() for each in results.values())
 
     def _shares(self, rows: Sequence[Rows]) -> list[Share]:
-        plan, rank = self.job.planned.plan, self._transport.rank
+        plan = self.job.planned.plan
+        rank = self._transport.rank
         shares_prompts = self.job.shares_prompts
         return [share_of(plan, rank, each, shares_prompts=shares_prompts) for each in rows]
 

@@ -174,7 +174,8 @@ class SampleModel:
         tokens = random.randint(0, find_parts(self.model).vocabulary, (rows, length + 1))
         spans = np.array([[0, length]] * rows, np.int32)
         microbatch = MicroBatch(tokens.astype(np.int32), spans, 0)
-        part, x = stage.part, None
+        part = stage.part
+        x = None
         if not part.is_first:
             x = mx.random.normal((rows, length, part.hidden_size)).astype(part.dtype)
             mx.eval(x)

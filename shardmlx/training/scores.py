@@ -37,9 +37,11 @@ def scores_of(
     lacks; and the summed loss, with ``_SUMS`` of preferences, for a model of this ``dtype``."""
     if objective is None:
         return results, [sum(results.values())]
-    losses, sums = {}, np.zeros(len(_SUMS))
+    losses = {}
+    sums = np.zeros(len(_SUMS))
     for j, logps in results.items():
-        microbatch, given = microbatches[j], mx.array(logps)
+        microbatch = microbatches[j]
+        given = mx.array(logps)
         losses[j] = float(np.array(objective.losses(given, microbatch).sum()))
         rewards = objective.rewards(given, microbatch)
         wanted = microbatch.known_of(WANTED) > 0

@@ -56,10 +56,12 @@ class TrainingRun:
     @property
     def shares_prompts(self) -> bool:
         """True if the answers of a pair are evaluated with their prompt once."""
-        plan, shape = self.planned.plan, self.planned.workload.shape
+        plan = self.planned.plan
+        shape = self.planned.workload.shape
         takes_pieces = shape.takes_packed and shape.family.takes_pieces
         return plan.together > 1 and takes_pieces and self.stages[0].part.takes_shared_prefixes
 
     @property
     def stages(self) -> list[Stage]:
+        """The stages of this rank, in the order of the model."""
         return list(self.engine.stages.values())

@@ -81,7 +81,8 @@ class Snapshots:
 
     def restore(self, lacking: Sequence[Lacking]) -> None:
         """Take this rank's part of the checkpoint, and send the others what they lack."""
-        reader, stages = self._opened, self._job.stages
+        reader = self._opened
+        stages = self._job.stages
         for reading in self._readings():
             arrays = reader.read(reading, lacking)
             if reading.kind == WEIGHTS:
@@ -170,7 +171,8 @@ class Snapshots:
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
-        mesh, shards = self._job.planned.plan.mesh, self._job.engine.shards
+        mesh = self._job.planned.plan.mesh
+        shards = self._job.engine.shards
         replica, place = divmod(self._transport.rank, mesh.pp * mesh.tp)
         whole = f"{place:02d}"
         part = f"{whole}-{replica:02d}"

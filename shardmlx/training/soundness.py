@@ -61,7 +61,8 @@ class Soundness:
 
     def fault(self) -> Fault | None:
         """Return why the weights should replace nothing, or None."""
-        skipped, total = self._made.count(False), len(self._made)
+        skipped = self._made.count(False)
+        total = len(self._made)
         if 2 * skipped > total:
             return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
         found = self.crew.all(RunWorker.nonfinite_weight)

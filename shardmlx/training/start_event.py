@@ -33,7 +33,8 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
 
 
 def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
-    mesh, stage_map = plan.mesh, plan.stage_map
+    mesh = plan.mesh
+    stage_map = plan.stage_map
     ranks = []
     for rank in range(mesh.size):
         replica, pipeline_rank = mesh.coordinates(rank)
@@ -58,7 +59,8 @@ def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
 
 def _schedule(planned: PlannedRun) -> dict[str, Any]:
     """Return the predicted (action, start, end) of each pipeline rank, as parts of the makespan."""
-    plan, simulation = planned.plan, planned.predict(planned.mean_length).simulation
+    plan = planned.plan
+    simulation = planned.predict(planned.mean_length).simulation
     makespan = simulation.makespan or 1.0
     spans = None
     if sum(map(len, simulation.spans)) <= MOST_SPANS:

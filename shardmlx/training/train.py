@@ -110,7 +110,8 @@ def _compare(
 ) -> None:
     """Show the validation losses of all runs, and name the best of those with one objective and
     the same rows. Not collective."""
-    rows, found = [], {}
+    rows = []
+    found = {}
     for (name, trainer), failure in zip(trainers.items(), failures, strict=True):
         best = trainer.best
         losses = {"last": None if failure else best.last, "best": best.loss}

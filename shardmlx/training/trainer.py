@@ -105,7 +105,8 @@ class Trainer:
             raise AgreedFailure(f"{problem}; {error.remedy}") from None
 
     def _next_order(self) -> list[StepOrder] | None:
-        step, options = self._done + 1, self._options
+        step = self._done + 1
+        options = self._options
         if step > options.iters:
             return None
         number = self._crew.transport.stop_requested()
@@ -142,7 +143,8 @@ class Trainer:
     def take(self, result: StepResult) -> None:
         """Take in the step that was made: report it, and save what is due. Raises
         ``AgreedFailure`` if the run cannot go on."""
-        step, options = self._done + 1, self._options
+        step = self._done + 1
+        options = self._options
         ends_update = step % options.batch.grad_accumulation_steps == 0
         self._report.count(result)
         if ends_update:
@@ -358,7 +360,8 @@ class Trainer:
         """Return False where training is over, since no validation got better any more."""
         if not self._exchange.evaluates:
             return True
-        start, options = time.monotonic(), self._options
+        start = time.monotonic()
+        options = self._options
         found = self._evaluation.loss("valid", options.val_batches, "validating")
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
@@ -385,7 +388,8 @@ class Trainer:
         """Write the trace of all ranks, if one was asked for."""
         if self._options.trace is None:
             return
-        transport, path = self._crew.transport, Path(self._options.trace)
+        transport = self._crew.transport
+        path = Path(self._options.trace)
         names = [transport.name(rank) for rank in range(transport.size)]
         of_ranks = self._crew.all(RunWorker.traced)
         with file_access("write", path):
@@ -405,5 +409,6 @@ def exchange_of(crew: Crew[RunWorker]) -> WeightExchange:
     if job.link is None:
         return NoExchange()
     shared = crew.part(SharedWeights, "shared")
-    config, batch = job.planned.config, job.planned.way.batch
+    config = job.planned.config
+    batch = job.planned.way.batch
     return Island(job.link, shared, batch, config.updates, job.reporter)

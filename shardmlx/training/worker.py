@@ -109,7 +109,8 @@ class TrainWorker(ModelWorker):
         checkpoints = SeenCheckpoints(self.transport)
         loading = _Loading(planned, slices, None, time.monotonic(), checkpoints)
         self._loading = loading
-        rank, mesh = self.transport.rank, planned.plan.mesh
+        rank = self.transport.rank
+        mesh = planned.plan.mesh
         parts = loading.parts(rank)
         for part in parts:
             part.stored = {
@@ -127,7 +128,8 @@ class TrainWorker(ModelWorker):
     def lock_output(self, place: Place | None) -> None:
         """Make the run's directories, and keep other runs out of them. ``place`` is that of its
         checkpoints. On rank 0 alone. Raises ``UserError``."""
-        loading, another = self._last(), "name another directory"
+        loading = self._last()
+        another = "name another directory"
         config = loading.planned.config
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
             if place is not None and _are_one(directory, place.store.directory):
@@ -149,8 +151,10 @@ class TrainWorker(ModelWorker):
     def share_layers(self) -> None:
         """Take this rank's share of each layer, whose group of ranks then sums. Raises
         ``UserError``."""
-        loading, rank = self._last(), self.transport.rank
-        mesh, shares = loading.planned.plan.mesh, loading.planned.shares
+        loading = self._last()
+        rank = self.transport.rank
+        mesh = loading.planned.plan.mesh
+        shares = loading.planned.shares
         assert self._all_sum is not None, "the group was joined"
         for part in loading.parts(rank):
             take_share(part, self.opened.shape, shares, mesh.share(rank), self._all_sum)
@@ -166,8 +170,11 @@ class TrainWorker(ModelWorker):
     def load(self) -> LoadedWeights:
         """Read this rank's weights. Frozen ones are those of the runs before. Raises
         ``UserError``."""
-        loading, rank = self._last(), self.transport.rank
-        planned, parts, weights = loading.planned, loading.parts(rank), loading.weights
+        loading = self._last()
+        rank = self.transport.rank
+        planned = loading.planned
+        parts = loading.parts(rank)
+        weights = loading.weights
         if self.runs:
             for part, stage in zip(parts, self.runs[0].job.stages, strict=True):
                 part.share_frozen(stage.part)

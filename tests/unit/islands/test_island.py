@@ -19,9 +19,9 @@ from shardmlx.islands.client import Heartbeat, Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.islands.protocol import body_bytes
 from shardmlx.islands.rounds import Rounds
+from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.report.island_lines import exchanges
-from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.training.command import train_model
 from tests.helpers.island_hub import RunningHub, running_hub
