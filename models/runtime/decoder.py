@@ -91,9 +91,8 @@ class Decoder:
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.
-        self._from_states = self._own_body(
-            lambda ids: mx.stop_gradient(self._given[..., : parts.width])
-        )
+        width = parts.width
+        self._from_states = self._own_body(lambda ids: mx.stop_gradient(self._given[..., :width]))
         self._top = copy(parts.top)
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
@@ -177,6 +176,12 @@ class Decoder:
             caches[-1].update_and_fetch(count, count)
         return run.outputs[0]
 
+    def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Return the logits (rows, 1, V) after tokens (rows, 1), of layers that are the whole
+        model: by mlx-lm's own code as it is, which makes no stops."""
+        logits: mx.array = self.parts.top(tokens, cache=self._with_stand_ins(caches))
+        return logits
+
     def new_caches(self) -> list[Any]:
         """Return an empty cache for each layer that has one, and one that counts tokens if none of
         these does: in some families layers take positions of the caches of others."""
@@ -222,7 +227,8 @@ class Decoder:
         if run.visit is not None and i in self._donors:
             carrier.keep(i, (args, kwargs), run.kept, x)
         if run.visit is not None and self._start <= i < self._stop:
-            call = partial(carrier.call, i, self.parts.layers[i], (args, kwargs), run.kept)
+            layer = self.layers[i - self._start]
+            call = partial(carrier.call, i, layer, (args, kwargs), run.kept)
             x = run.visit(i, call, x)
             outputs[:] = [x]
         # Without a visit, embeddings may be scaled; nothing else comes before the norm.

@@ -327,6 +327,11 @@ class Slice:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""
         return self._decoder.run(x, caches=caches)
 
+    def step(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Return the logits (rows, V) after the next token of each sequence (rows, 1), of a slice
+        that is the whole model, without shares; ``caches`` grow by one."""
+        return self._decoder.step(tokens, caches).flatten(0, 1)
+
     def try_step(self, caches: Sequence[Any]) -> None:
         """Extend the slice by a token, lazily, to see whether its code takes the ``caches``: they
         grow, and nothing is computed. Raises what the code raises."""

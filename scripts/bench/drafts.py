@@ -12,7 +12,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ def rank(options: argparse.Namespace) -> None:
             return Draft(tuple(token + wrong for token, wrong in pairs))
 
     class OneAtATime(BackOff):
-        def _times(self, kind: int) -> Any:
-            return replace(super()._times(kind), stages=1)
+        def goes_on(self, kind: int) -> bool:
+            return False
 
     class SleepingWorker(StageWorker):
         """A worker whose stage takes as long as is said."""
@@ -139,7 +138,7 @@ def rank(options: argparse.Namespace) -> None:
     for rate in options.accepted:
         for length in LENGTHS:
             for how, kind_of in (("one", OneAtATime), ("on", BackOff)):
-                back_off = kind_of(first=1e9, stages=transport.size)
+                back_off = kind_of(stages=transport.size)
                 drafting = Drafting(
                     oracles[rate], length or 16, fixed=length is not None, back_off=back_off
                 )

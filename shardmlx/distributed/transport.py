@@ -42,14 +42,14 @@ class Activity:
     def __init__(self, name: str) -> None:
         self.failure: Exception | None = None
         self._name = name
-        self._doing = "starting"
+        self._doing: str | Callable[[], str] = "starting"
         self._waiting: Callable[[], str] | None = None
 
     def __str__(self) -> str:
-        return self._doing
+        return self._doing if isinstance(self._doing, str) else self._doing()
 
-    def begin(self, what: str) -> None:
-        """Set the rank's work from now on."""
+    def begin(self, what: str | Callable[[], str]) -> None:
+        """Set the rank's work from now on, or what says it, on any thread."""
         self._doing = what
 
     @contextmanager
@@ -84,7 +84,7 @@ class Activity:
     def where(self) -> str:
         """Return the wait of this rank, or else its activity, with its name."""
         waiting = self._waiting
-        return waiting() if waiting else f"{self._name}, {self._doing}"
+        return waiting() if waiting else f"{self._name}, {self}"
 
     def fail(self, error: Exception) -> None:
         """Set ``failure``, unless there is one."""

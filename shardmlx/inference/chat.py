@@ -60,6 +60,7 @@ class _Chat:
         self._turns = 0
 
     def hold(self) -> None:
+        """Talk until the user ends it, and give the terminal back."""
         try:
             self._talk()
         finally:

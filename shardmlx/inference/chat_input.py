@@ -91,6 +91,7 @@ class PipedLines:
         return empty is not None
 
     def show(self, text: str) -> None:
+        """Print a part of an answer."""
         print(text, end="", flush=True)
 
     def dimmed(self, text: str) -> str:
@@ -180,6 +181,7 @@ class TerminalLines:
         )
 
     def ask(self, meanwhile: Callable[[], None]) -> str | None:
+        """Return what the user types; call ``meanwhile`` while nothing comes."""
         # On the main thread prompt_toolkit would replace the job's handlers of signals.
         threading.Thread(target=self._prompt, daemon=True).start()
         while True:
@@ -198,13 +200,16 @@ class TerminalLines:
         return False
 
     def show(self, text: str) -> None:
+        """Print a part of an answer."""
         # Escape sequences are shown, not obeyed.
         print(without_controls(text), end="", flush=True)
 
     def dimmed(self, text: str) -> str:
+        """Return a text that is shown dimmed where the terminal can."""
         return f"\x1b[2m{text}\x1b[0m" if self._has_style else text
 
     def close(self) -> None:
+        """Give the terminal back as it was."""
         self._session.output.disable_bracketed_paste()
         with contextlib.suppress(OSError):  # the terminal's window was closed
             self._session.output.flush()
@@ -227,6 +232,7 @@ class _ForwardedKeys(Vt100Input):
         super().__init__(stdin)
 
     def raw_mode(self) -> DummyContext:
+        """Leave the terminal's mode as it is."""
         return DummyContext()
 
     cooked_mode = raw_mode

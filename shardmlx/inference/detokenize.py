@@ -18,6 +18,9 @@ FinishReason = Literal["stop", "length", "broken", "error"]
 FEW = 4
 """Tokens that are decoded once more before a new one, whose text may depend on theirs."""
 
+STRETCH = 8
+"""New tokens with which the window is cut to the last few."""
+
 MOST = 64
 """Tokens whose text may be held back because the next may change it."""
 
@@ -88,7 +91,7 @@ class TokenText:
         held = 0 if is_sure else len(text) - len(text.rstrip(INCOMPLETE))
         begin, self._given = self._given, max(self._given, len(text) - held)
         segment = text[begin : self._given]
-        if new >= FEW and not held:
+        if new >= STRETCH and not held:
             self._begin(self._window[-FEW if is_sure else self._settled :])
         if self._trims and segment:
             segment, self._trims = segment.removeprefix(" "), False
@@ -149,4 +152,5 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
+        """The whole text so far."""
         return "".join(self._given)

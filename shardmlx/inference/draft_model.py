@@ -3,7 +3,6 @@ arXiv:2211.17192; Chen et al., arXiv:2302.01318): it takes the likeliest tokens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,18 +95,20 @@ class ModelDrafter(Drafter):
         return cls(model, min(vocabulary, files.sizes.shape.vocab_size), chunk)
 
     def read_weights(self) -> None:
+        """Read the model's weights, which are lazy until then."""
         mx.eval(self.model.parameters())
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Take in a prompt, in chunks."""
         self._enter(sequence, tokens)
 
     def draft(
         self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
     ) -> Draft:
+        """Guess the likeliest tokens, one after the other."""
         count = pays(KIND)
         if not count:
             return Draft()
-        begin = time.perf_counter()
         tokens = [*tokens, *ahead]
         entered = self._enter(sequence, tokens)
         ids, drafts = self._ids(tokens[len(entered.tokens) :]), []
@@ -117,7 +118,7 @@ class ModelDrafter(Drafter):
             drafts.append(ids)
         guessed = np.array(mx.concatenate(drafts, axis=1))[0].tolist()
         entered.tokens = np.array([*tokens, *guessed[:-1]], np.int32)
-        return Draft(tuple(guessed), KIND, time.perf_counter() - begin)
+        return Draft(tuple(guessed), KIND)
 
     def _enter(self, sequence: int, tokens: Sequence[int]) -> _Entered:
         """Have all ``tokens`` enter but the last ones."""
@@ -140,6 +141,7 @@ class ModelDrafter(Drafter):
         return mx.minimum(mx.array([*tokens])[None], self.vocabulary - 1)
 
     def forget(self, sequence: int) -> None:
+        """Drop a sequence's caches, but for those of the last one that has ended."""
         entered = self._entered.pop(sequence, None)
         # The plan has room for the sequences under way, and for one that has ended if none is.
         self._last = None if self._entered else entered or self._last

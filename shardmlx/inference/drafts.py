@@ -14,66 +14,52 @@ more (PipeInfer, arXiv:2407.11798), so that a round enters each stage at a time:
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 
 LONGEST, SHORTEST = 4, 2
 """Tokens at the end of a text that are looked up in what comes before them. A single one returns in
 any text, and tells little."""
 
-MEASURED_STEPS = 9
-"""Steps whose median counts as their time."""
-
-PLAIN_STEPS = 3
-"""Steps that are measured before the first draft."""
-
-SHARE = 0.005
-"""Part of the time of plain steps that drafts of each kind may cost: a text has at most three."""
-
-WAIT = 60
-"""Plain steps for which a kind at most gets no drafts after a round that did not pay; after each
-next one twice as many. Long drafts that were wrong once may be right in the next paragraph."""
-
-FIRST, FIRST_OF_MODEL, MOST = 0.5, 4.0, 8.0
-"""Plain steps that drafts of a kind may cost before one has paid (a user who names a model counts
-on it), and after many have."""
-
-ACCEPTED, REJECTED, FADING = 1.4, 0.6, 0.95
-"""Drafts of a kind that count as accepted and rejected before the first, and the part of the count
-that stays after each round."""
+BEGUN = 4
+"""Tokens of the first draft of a text."""
 
 VERIFIED = 0.2
-"""Plain steps that verifying one more token takes, before it is measured."""
+"""Plain steps that verifying one more token costs, about: on a GPU less."""
+
+LOST = 3
+"""Rounds one after the other that may be lost before drafts of their kind end."""
+
+PAUSE, LONGEST_PAUSE = 60, 960
+"""Plain steps until one is tried again; after each that is lost then twice as many, at most so
+many. Long drafts that were wrong may be right in the next paragraph."""
 
 HEAD_KIND = 0
 """The kind of all drafts of a model's head."""
 
-NO_TIME = 1e-9
-"""Seconds that no step takes less than."""
-
-STREAM = 0.9
-"""Rounds are drafted on if they take less than this part of the time of rounds by themselves. There
-is some time that is not counted: on three stages rounds counted as 0.91 took 1.04."""
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed ``tokens`` that may come next, and the ``seconds`` that it took to make them. Drafts
-    of a ``kind``, a number, are as likely. One that ``goes_on`` follows guesses under way, and
-    enters all at once; of another the tokens enter after one that is known."""
+    """Guessed ``tokens`` that may come next. Drafts of a ``kind``, a number, are as likely. One
+    that ``goes_on`` follows guesses under way, and enters all at once; of another the tokens enter
+    after one that is known."""
 
     tokens: tuple[int, ...] = ()
     kind: int = 0
-    seconds: float = 0.0
     goes_on: bool = False
+
+
+NO_DRAFT = Draft()
 
 
 class Drafter:
     """A maker of drafts, by itself of none. A subclass need only make them."""
+
+    cost = 0.0
+    """Plain steps that making one more token takes, about."""
 
     def draft(
         self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
@@ -85,6 +71,11 @@ class Drafter:
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """Take in the prompt of a sequence, as ``draft`` would before its first one."""
         return
+
+    def expects(self, sequence: int, tokens: Sequence[int], pays: Callable[[int], int]) -> bool:
+        """Return whether there is likely a draft when the token after these has come: for many
+        drafters whenever any pays."""
+        return pays(0) > 0
 
     def forget(self, sequence: int) -> None:
         """Note that a sequence has ended."""
@@ -100,6 +91,7 @@ class _Ends:
     last: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def add(self, tokens: Sequence[int]) -> None:
+        """Add further tokens to the text."""
         for token in tokens:
             end = len(self.text)
             for length in range(SHORTEST, min(LONGEST, end) + 1):
@@ -115,23 +107,34 @@ class LookupDrafter(Drafter):
     _ends: dict[int, _Ends] = field(default_factory=dict)
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Note where the ends of a text are, as far as it is new."""
         ends = self._ends.setdefault(sequence, _Ends())
         ends.add(tokens[len(ends.text) :])
 
     def draft(
         self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
     ) -> Draft:
+        """Guess what followed the longest of the last tokens that was there before."""
         self.read(sequence, tokens)
         ends = self._ends[sequence]
         last = [*ends.text[-LONGEST:], *ahead]
         for length in range(LONGEST, SHORTEST - 1, -1):
             begin = ends.last.get(tuple(last[-length:]))
             if begin is not None:
-                period = [*ends.text[begin:], *ahead]
-                return Draft(tuple(islice(cycle(period), pays(length))), length)
+                count = pays(length)
+                there = ends.text[begin : begin + count]
+                # A text that repeats itself goes on so.
+                period = there if len(there) == count else [*there, *ahead]
+                return Draft(tuple(islice(cycle(period), count)), length)
         return Draft()
 
+    def expects(self, sequence: int, tokens: Sequence[int], pays: Callable[[int], int]) -> bool:
+        """Return whether there is a draft without the next token: then there is likely one with
+        it."""
+        return bool(self.draft(sequence, tokens, (), pays).tokens)
+
     def forget(self, sequence: int) -> None:
+        """Drop the text of a sequence that has ended."""
         self._ends.pop(sequence, None)
 
 
@@ -149,11 +152,13 @@ class HeadDrafter(Drafter):
     def draft(
         self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
     ) -> Draft:
+        """Repeat what was guessed after exactly these tokens, once."""
         length, guessed = self._guessed.pop(sequence, (0, []))
         count = pays(HEAD_KIND) if length == len(tokens) and not ahead else 0
         return Draft(tuple(guessed[:count]), HEAD_KIND)
 
     def forget(self, sequence: int) -> None:
+        """Drop what was guessed of a sequence that has ended."""
         self._guessed.pop(sequence, None)
 
 
@@ -164,174 +169,80 @@ def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return next((i for i, (draft, token) in pairs if draft != token), len(drafts))
 
 
-def expected(rate: float, length: int) -> float:
-    """Return how many tokens come of a draft of so many, each accepted at a ``rate`` if those
-    before it are."""
-    return sum(rate**i for i in range(length + 1))
-
-
-def _window() -> deque[float]:
-    return deque(maxlen=MEASURED_STEPS)
-
-
 @dataclass(slots=True)
 class _Kind:
-    """Measurements of the drafts of a kind in a text: plain steps that they still may cost, how
-    many were ``accepted``, how many rounds met one to be ``rejected``, and how many one after the
-    other were ``unpaid``: took longer than plain steps."""
+    """Drafts of a kind in a text: the ``length`` of the next one, how many rounds were ``lost`` one
+    after the other, how long they still ``pause``, in plain steps, and whether all of the last one
+    ``were_right``."""
 
-    allowance: float
-    accepted: float = ACCEPTED
-    rejected: float = REJECTED
-    unpaid: int = 0
-
-    def count(self, accepted: int, has_rejected: bool) -> None:
-        self.accepted = FADING * self.accepted + accepted
-        self.rejected = FADING * self.rejected + has_rejected
-
-    def save(self, steps: float) -> None:
-        """Note that a round has saved so many plain steps, or cost them."""
-        self.unpaid = 0 if steps > 0 else self.unpaid + 1
-        longest = WAIT * 2.0 ** max(self.unpaid - 1, 0)
-        self.allowance = min(max(self.allowance + steps, -SHARE * longest), MOST)
-
-
-@dataclass(slots=True)
-class _Measured:
-    """Seconds that are the machines', whatever the text: of ``plain`` steps, of these those
-    ``on_rank_0``, to have one more token ``verified``, and by kind to make one."""
-
-    plain: deque[float] = field(default_factory=_window)
-    on_rank_0: deque[float] = field(default_factory=_window)
-    verified: deque[float] = field(default_factory=_window)
-    made: dict[int, deque[float]] = field(default_factory=dict)
-    has_begun: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of a ``plain`` step, of these ``on_rank_0``, to have one more token ``verified`` by
-    all stages, and to have a draft ``made``, which is right at a ``rate``."""
-
-    stages: int
-    rate: float
-    plain: float
-    on_rank_0: float
-    verified: float
-    made: float
-
-    def goes_on(self, count: int) -> bool:
-        """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
-        return self.stages > 1 and self._in_stream(count) < STREAM * self.alone(count)
-
-    def alone(self, count: int) -> float:
-        """Return the seconds of a round by itself."""
-        return self.plain + count * (self.verified + self.made)
-
-    def slowest(self, count: int) -> float:
-        """Return the seconds of the slowest stage for a round, if those after rank 0's are equal
-        and have the messages' time."""
-        whole, own = self.plain + count * self.verified, min(self.on_rank_0 / self.plain, 1.0)
-        drafting = (count + 1) * self.made
-        return max(own * whole + drafting, (1 - own) * whole / (self.stages - 1))
-
-    def _in_stream(self, count: int) -> float:
-        """Return the seconds of a round among rounds that are drafted on."""
-        rounds = self.stages - (self.stages - 1) * self.rate ** (count + 1)
-        return rounds * self.slowest(count)
-
-    def tokens_a_second(self, count: int) -> float:
-        seconds = self._in_stream(count) if self.goes_on(count) else self.alone(count)
-        return expected(self.rate, count) / seconds
+    length: int = BEGUN
+    lost: int = 0
+    pause: int = 0
+    were_right: bool = False
 
 
 @dataclass
 class BackOff:
-    """Drafts of each kind go on in a text while they pay, by measured times: what they have saved,
-    in plain steps, is what they may cost; at the ``first`` they may cost so many. A draft has the
-    length that gives most tokens a second, by what is accepted and what times were measured.
+    """The rule by which drafts of each kind go on in a text, and how long they are.
 
-    With several ``stages`` rounds may be drafted on. While all tokens are right one comes in the
-    time of the slowest stage, not of all; when one is wrong, the rounds behind it are waited for.
-    It is 1 where nobody can draft on.
+    A round is lost if of its drafts fewer were right than verifying and making them ``cost``, in
+    plain steps for each. After ``LOST`` of these one after the other there are no more drafts for
+    ``PAUSE`` plain steps; then one is tried. A draft is twice as long as the last one if all of
+    that was right, else between its length and what was right.
+
+    With several ``stages`` rounds are drafted on while all is right: a token then comes in the time
+    of the slowest stage, not of all; when one is wrong, the rounds behind it are waited for.
+    ``stages`` is 1 where nobody can draft on.
     """
 
-    first: float = FIRST
+    cost: float = VERIFIED
     stages: int = 1
-    _measured: _Measured = field(default_factory=_Measured)
     _kinds: dict[int, _Kind] = field(default_factory=dict)
 
     def next_text(self) -> BackOff:
-        """Return the one of a text that begins after this one's. It begins anew, but that drafts
-        which have failed here may cost no more than ``FIRST`` there."""
-        kinds = {
-            kind: _Kind(min(max(known.allowance, FIRST), self.first))
-            for kind, known in self._kinds.items()
-        }
-        return replace(self, _kinds=kinds)
+        """Return the one of a text that begins after this one's. It begins anew, but that of drafts
+        which were given up here a single round may be lost."""
+        given_up = {kind for kind, known in self._kinds.items() if known.lost >= LOST}
+        return replace(self, _kinds={kind: _Kind(lost=LOST - 1) for kind in given_up})
 
     def length(self, kind: int, most: int) -> int:
-        """Return how many tokens of a ``kind`` to guess after one that is known, at most ``most``;
-        0 while none pays, or none but those of rounds that begin with a guess."""
-        if not self.allows(kind):
-            return 0
-        times = self._times(kind)
-        fewest = 0 if most == 0 or times.goes_on(0) else 1
-        return max(range(fewest, most + 1), key=times.tokens_a_second)
+        """Return how many tokens of a ``kind`` to guess, at most ``most``; 0 while it pauses."""
+        return min(self._known(kind).length, most) if self.allows(kind) else 0
 
-    def goes_on(self, kind: int, count: int) -> bool:
-        """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
-        return self.allows(kind) and self._times(kind).goes_on(count)
+    def goes_on(self, kind: int) -> bool:
+        """Tell whether rounds of a ``kind`` are drafted on."""
+        return self.stages > 1 and self.allows(kind) and self._known(kind).were_right
 
     def allows(self, kind: int) -> bool:
-        known = self._known(kind)
-        return len(self._measured.plain) >= PLAIN_STEPS and known.allowance > 0
+        """Tell whether drafts of a ``kind`` are tried."""
+        return self._known(kind).pause == 0
 
-    def took(self, draft: Draft, came: int, seconds: float, on_rank_0: float = 0.0) -> None:
-        """Note the ``seconds`` of a step with a ``draft``, and of these the ones ``on_rank_0``;
-        ``came`` tokens of it."""
-        count = len(draft.tokens) - draft.goes_on
-        on_rank_0 = seconds if self.stages == 1 else on_rank_0
-        measured = self._measured
-        if not draft.tokens:
-            measured.plain.append(seconds)
-            measured.on_rank_0.append(on_rank_0)
-            for known in self._kinds.values():
-                known.allowance = min(known.allowance + SHARE, MOST)
+    def took(self, draft: Draft, came: int) -> None:
+        """Note that ``came`` tokens came of a step with a ``draft``, or without one."""
+        if draft.tokens:
+            self._judge(draft, came - 1 + draft.goes_on)
             return
-        known = self._known(draft.kind)
-        known.count(came - 1 + draft.goes_on, came <= count)
-        if not measured.plain:
-            return
-        if measured.has_begun:  # with the first round a GPU compiles its kernels
-            if count:  # a round may wait for another, but not on rank 0
-                more = on_rank_0 - draft.seconds - statistics.median_low(measured.on_rank_0)
-                measured.verified.append(self.stages * max(more, 0.0) / count)
-            made = measured.made.setdefault(draft.kind, _window())
-            made.append(draft.seconds / len(draft.tokens))
-        measured.has_begun = True
-        times = self._times(draft.kind)
-        spent = times.slowest(count) if draft.goes_on else times.alone(count)
-        known.save(came - spent / times.plain)
+        for known in self._kinds.values():
+            known.pause = max(known.pause - 1, 0)
 
     def missed(self, draft: Draft) -> None:
         """Note that a round is void since it began with a wrong guess."""
-        self._known(draft.kind).count(0, True)
+        self._judge(draft, 0)
+
+    def _judge(self, draft: Draft, right: int) -> None:
+        known = self._known(draft.kind)
+        count = len(draft.tokens)
+        known.were_right = right == count
+        known.length = 2 * count if known.were_right else max((count + right) // 2, 1)
+        if right >= self.cost * count:
+            known.lost = 0
+            return
+        known.lost += 1
+        if known.lost >= LOST:
+            known.pause = min(PAUSE * 2 ** (known.lost - LOST), LONGEST_PAUSE)
 
     def _known(self, kind: int) -> _Kind:
-        return self._kinds.setdefault(kind, _Kind(self.first))
-
-    def _times(self, kind: int) -> _Times:
-        known, measured, middle = self._known(kind), self._measured, statistics.median_low
-        plain = max(middle(measured.plain), NO_TIME)
-        return _Times(
-            self.stages,
-            known.accepted / (known.accepted + known.rejected),
-            plain,
-            middle(measured.on_rank_0),
-            middle(measured.verified or (VERIFIED * plain,)),
-            middle(measured.made.get(kind) or (0.0,)),
-        )
+        return self._kinds.setdefault(kind, _Kind())
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,24 +311,28 @@ class Drafting:
         ``ahead`` those that follow these drafts under way, and all tokens are guesses."""
         goes_on = ahead is not None
         ahead = () if ahead is None else ahead
-        # The token before the drafts, which enters with them, is known, or guessed as well; one
-        # more comes than are accepted.
-        known = len(tokens) + len(ahead) + goes_on
-        most = min(self.most, context - known - 1, self.cuttable - 1 - known)
-        if len(tokens) <= self.quantised:
-            most = min(most, self.quantised - known)
+        most = self._most(len(tokens), context, len(ahead), goes_on=goes_on)
         if most < 1 - goes_on:
             return Draft()
-
-        back_off = self.back_off_of(sequence)
-
-        def pays(kind: int) -> int:
-            count = self._pays(back_off, kind, most)
-            if not goes_on:
-                return count
-            return count + 1 if back_off.goes_on(kind, count) else 0
-
+        how = self._pays_on if goes_on else self._pays
+        pays = partial(how, self.back_off_of(sequence), most=most)
         return replace(self.drafter.draft(sequence, tokens, ahead, pays), goes_on=goes_on)
+
+    def expects(self, sequence: int, tokens: Sequence[int], context: int) -> bool:
+        """Return whether a draft is likely to follow the token that comes after these."""
+        most = self._most(len(tokens) + 1, context, 0, goes_on=False)
+        if most < 1:
+            return False
+        return self.drafter.expects(
+            sequence, tokens, partial(self._pays, self.back_off_of(sequence), most=most)
+        )
+
+    def _most(self, tokens: int, context: int, ahead: int, *, goes_on: bool) -> int:
+        # The token before the drafts, which enters with them, is known, or guessed as well; one
+        # more comes than are accepted.
+        known = tokens + ahead + goes_on
+        most = min(self.most, context - known - 1, self.cuttable - 1 - known)
+        return min(most, self.quantised - known) if tokens <= self.quantised else most
 
     def guesses(self, sequence: int, length: int, context: int) -> int:
         """Return how many tokens the model's head, if it drafts, is to guess with a step after
@@ -427,6 +342,9 @@ class Drafting:
         if most < 1 or not isinstance(self.drafter, HeadDrafter):
             return 0
         return self._pays(self.back_off_of(sequence), HEAD_KIND, most)
+
+    def _pays_on(self, back_off: BackOff, kind: int, most: int) -> int:
+        return self._pays(back_off, kind, most) + 1 if back_off.goes_on(kind) else 0
 
     def _pays(self, back_off: BackOff, kind: int, most: int) -> int:
         if self.fixed:

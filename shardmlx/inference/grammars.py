@@ -102,6 +102,7 @@ class Matcher:
         return mx.array(biases[None, : self._size] > 0)
 
     def take(self, token: int) -> None:
+        """Go on past a token that was sampled."""
         self._matcher.consume_token(token)
 
 

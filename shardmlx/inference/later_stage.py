@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from shardmlx.distributed.messages import Handle, PeerLost, copy_into
-from shardmlx.inference.scheduler import Item, ItemKind
+from shardmlx.inference.commands import Commands, Decode, Item, Stop, item_of
 from shardmlx.inference.stage import HIDDEN_TAG, StageWorker
 
 AHEAD = 2
 """Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Commands that have been announced, with their item's inputs, and the receive of these."""
+
+    commands: Commands
+    item: Item | None
+    inputs: mx.array | None = None
+    handle: Handle | None = None
+
+    @property
+    def stops(self) -> bool:
+        """True if nothing comes after these."""
+        return self.commands == (Stop(),)
 
 
 class LaterStage:
@@ -22,49 +38,57 @@ class LaterStage:
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
         self._peer = worker.transport.rank - 1
-        # Items that have been announced, each with its inputs, and the receive of these.
-        self._heard: deque[tuple[Item, mx.array, Handle]] = deque()
-        self._next = worker.await_announcement()
+        self._heard: deque[_Heard] = deque()
+        self._next = worker.announcer.await_next()
 
     def run(self) -> None:
         """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
-        worker, kind = self._worker, ItemKind.IDLE
+        worker = self._worker
+        is_told_to_stop = False
         with worker.named_errors():
-            while kind is not ItemKind.STOP:
+            while not is_told_to_stop:
                 if not self._heard:
                     worker.begin(None)
                     worker.wait(self._next, self._peer)
                     self._hear()
-                item, inputs, handle = self._heard.popleft()
-                kind = item.kind
-                worker.begin(item)
-                if kind is ItemKind.IDLE:
-                    worker.retract()
-                    worker.update(item)
-                elif kind is not ItemKind.STOP:
-                    self._compute(item, inputs, handle)
+                told = self._heard.popleft()
+                is_told_to_stop = told.stops
+                worker.begin(told.item)
+                if told.item is None:
+                    worker.do(told.commands)
+                else:
+                    self._compute(told)
                 worker.item = None
             worker.outbox.drain(0)
         worker.begin(None)
 
-    def _compute(self, item: Item, inputs: mx.array, handle: Handle) -> None:
+    def _compute(self, told: _Heard) -> None:
         worker = self._worker
-        graph = worker.graph_of(item, inputs)
+        graph = worker.graph_of(told.commands, told.inputs)
         while self._may_hear():
             self._hear()
-        worker.wait(handle, worker.giver)
-        if graph.inputs is not inputs:
-            copy_into(graph.inputs, inputs)
+        assert told.handle is not None, "an item has inputs"
+        assert told.inputs is not None, "an item has inputs"
+        worker.wait(told.handle, worker.giver)
+        if graph.inputs is not told.inputs:
+            copy_into(graph.inputs, told.inputs)
         worker.start(graph)
-        # Its tokens come together with the announcement, which leaves no time to build a graph.
-        if worker.stage == 0 and item.kind is ItemKind.DECODE and item.is_plain:
-            worker.foresee(Item(item.kind, item.sequences, group=item.group))
+        if worker.stage == 0:
+            # Its next tokens come together with the announcement, which leaves no time.
+            self._foresee(told.item)
         worker.finish(graph)
         worker.pass_on(graph)
+        if worker.stage > 0:
+            self._foresee(told.item)
+
+    def _foresee(self, item: Item | None) -> None:
+        """Build the graph of a group's next step, while its tokens are on their way."""
+        if isinstance(item, Decode) and item.is_plain:
+            self._worker.foresee(Decode(item.sequences, item.group))
 
     def _may_hear(self) -> bool:
         """Return whether an announcement has come, and may be taken in ahead of its time."""
-        stops = bool(self._heard) and self._heard[-1][0].kind is ItemKind.STOP
+        stops = bool(self._heard) and self._heard[-1].stops
         if stops or len(self._heard) >= AHEAD:
             return False
         with contextlib.suppress(PeerLost):  # who waits for it says where
@@ -74,12 +98,15 @@ class LaterStage:
     def _hear(self) -> None:
         """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
         worker = self._worker
-        item = worker.heard(self._next)
-        inputs = mx.zeros(0)
-        handle = Handle(inputs, done=True)
-        if item.kind not in (ItemKind.STOP, ItemKind.IDLE):
-            inputs = worker.inputs(item)
+        commands = worker.heard(self._next)
+        item = item_of(commands)
+        told = _Heard(commands, item)
+        if item is not None:
+            # A graph that was foreseen has a buffer, unless items before may have it forgotten.
+            graph = None if self._heard else worker.foreseen_by(commands)
+            inputs = worker.new_inputs(item) if graph is None else graph.inputs
             handle = worker.transport.receive(inputs, worker.giver, HIDDEN_TAG)
-        self._heard.append((item, inputs, handle))
-        if item.kind is not ItemKind.STOP:  # after which nothing comes
-            self._next = worker.await_announcement()
+            told = _Heard(commands, item, inputs, handle)
+        self._heard.append(told)
+        if not told.stops:  # after which nothing comes
+            self._next = worker.announcer.await_next()

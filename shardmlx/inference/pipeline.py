@@ -5,7 +5,7 @@ stages and a group of sequences that makes a decode step::
 
     rank 0  FirstStage         rank 1  LaterStage        rank 2  LaterStage, has the lm_head
     ------------------         ------------------        -----------------------------------
-    Scheduler.next: an Item
+    Scheduler.next: commands
         | -- announcement ------> | -- announcement ------> |
         |                         posts its receive,        posts its receive,
         |                         builds its graph          builds its graph
@@ -21,8 +21,18 @@ its graph when they come. Logits never travel. While this group's token is on it
 the items of the other groups, and chunks of prompts: scheduler.py has the clock table. A chunk goes
 the same way, but no token ids come back.
 
-While rank 0 waits for tokens it builds the graph of the item that likely comes next; where there is
-one process, while it computes them itself.
+While the tokens of a group are on their way, each stage builds the graph of the group's next step.
+
+A process that samples what it reads next runs ahead: the sampled tokens stay an array, which is the
+input of the next step, and this is begun before anybody has read them::
+
+    device     | step 1      | step 2      | step 3      |
+    host       begin 2, read 1 -> text, begin 3, read 2 -> text, begin 4 ...
+
+Whatever depends on a token follows one step late. A sequence that ends with it has entered one
+token in vain, which its caches give back if they are kept; grammars say which tokens may come when
+the one before is known, while the layers compute. No step runs ahead of a prompt that waits, of a
+draft, or of the last token that there may be.
 
 The announcement of a sequence alone in its group may have drafts, which enter with its token: the
 last stage samples a token after each. Both ends see how many drafts were right, and the next
@@ -36,42 +46,39 @@ dropped as it comes, and the next announcement has all stages forget their token
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.messages import Handle, buffer_of
+from shardmlx.inference.commands import (
+    Begin,
+    Border,
+    Command,
+    Commands,
+    Decode,
+    Item,
+    Prefill,
+    PutBack,
+    RestoreKept,
+    Stop,
+    StoreKept,
+    item_of,
+)
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafter, Drafting, HeadDrafter
-from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
+from shardmlx.inference.drafts import NO_DRAFT, NO_DRAFTS, Draft, DraftCounts, Drafter, Drafting
+from shardmlx.inference.prefix_cache import KeptPrefix, PrefixCache
 from shardmlx.inference.rounds import DecodeRounds, Round
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
+from shardmlx.inference.scheduler import FoundPrefix, Scheduler
+from shardmlx.inference.sequence_drafts import SequenceDrafts
+from shardmlx.inference.sequence_state import SequenceState
 from shardmlx.inference.stage import TOKENS_TAG, UNSENT, StageWorker
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache, those
-    up to ``prompt`` were given. Stages have copies of the states at ``borders``."""
-
-    tokens: list[int]
-    params: SamplingParams
-    context: int
-    prompt: int
-    position: int = 0
-    cached: int = 0
-    borders: tuple[int, ...] = ()
-    drafts: DraftCounts = NO_DRAFTS
-    is_cancelled: bool = False
-
-    @property
-    def has_begun(self) -> bool:
-        return len(self.tokens) > self.prompt
 
 
 class FirstStage:
@@ -93,21 +100,36 @@ class FirstStage:
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
-        self.drafting = drafting or Drafting(Drafter(), 0)
+            worker.caches.remember = worker.runs_ahead
         self.drafted = NO_DRAFTS
         """Counts of all sequences that have ended."""
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, SequenceState] = {}
         self._rounds = DecodeRounds()
+        self._drafts = SequenceDrafts(
+            drafting or Drafting(Drafter(), 0), self._sequences, self._rounds
+        )
         # Tokens of a round that come after its first.
         self._others: deque[tuple[int, SampledToken]] = deque()
         self._stored: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_idle(self) -> bool:
+        """True if no token is to come."""
         return self._scheduler.is_idle and not self._rounds
 
     @property
+    def drafting(self) -> Drafting:
+        """The drafts of all sequences; another one may take its place while none is under way."""
+        return self._drafts.drafting
+
+    @drafting.setter
+    def drafting(self, drafting: Drafting) -> None:
+        """Draft otherwise from the next sequence on."""
+        self._drafts.drafting = drafting
+
+    @property
     def kept_tokens(self) -> int:
+        """Tokens for which the prefix cache has room taken."""
         return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
@@ -116,7 +138,7 @@ class FirstStage:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
         tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
         ``Scheduler.add``."""
-        self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
+        self._sequences[sequence] = SequenceState([*tokens], params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
 
     def cached(self, sequence: int) -> int:
@@ -135,33 +157,33 @@ class FirstStage:
         self.drafting.end(sequence)
         # It may have ended within a round, whose other tokens have entered.
         others = deque(each for each in self._others if each[0] != sequence)
-        known.position -= self._rounds.reject(sequence, len(self._others) - len(others))
+        cut = known.reject(len(self._others) - len(others))
         self._others = others
-        self._make_void(sequence, known)
+        cut += known.void(self._rounds.leave(sequence))
+        if self._worker.runs_ahead:
+            self._rounds.forget_void()
         self.drafted += known.drafts
         keep = self._prefix_cache is not None and known.position > 0
-        if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
-            entered = known.tokens[: known.position]
-            self._prefix_cache.keep(sequence, entered, known.borders)
+        if self._scheduler.finish(sequence, keep=keep, cut=cut) and self._prefix_cache is not None:
+            self._prefix_cache.keep(sequence, known.entered, known.borders)
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
-        if self._rounds.awaits(sequence):
-            self._sequences[sequence].is_cancelled = True
-        else:
-            self.finish(sequence)
+        self.finish(sequence)
 
     def keep_alive(self) -> None:
         """Tell the other ranks that all is well while nothing is generated, and store what is kept.
         Raises as ``step``."""
-        item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
+        commands = self._scheduler.news.take()
+        files = self._worker.files
+        cache = self._prefix_cache
         kept = {} if files is None or cache is None else cache.kept
         keys = _keys(kept)
         if files is None or keys == self._stored:
-            self._tell(item)
+            self._tell(commands)
             return
         self._stored = keys
-        self._tell(replace(item, stored=keys))
+        self._tell((*commands, StoreKept(keys)))
         files.write_index([*kept.values()])
 
     def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
@@ -169,42 +191,38 @@ class FirstStage:
         assert self._prefix_cache is not None
         for number, prefix in enumerate(prefixes, -len(prefixes)):
             self._prefix_cache.keep(number, prefix.tokens.tolist(), prefix.borders)
-        self._make_room()
-        self._scheduler.idle_item()  # takes those without room, which no stage has
+        self._room_forgotten()  # no stage has those without room
         self._stored = _keys(self._prefix_cache.kept)
-        self._tell(Item(ItemKind.IDLE, restored=self._stored))
+        self._tell((RestoreKept(self._stored),))
 
-    def _tell(self, item: Item) -> None:
+    def _tell(self, commands: Commands) -> None:
         self._worker.begin(None)
-        item = replace(item, rejected=self._rounds.take_rejected())
-        self._worker.announce(item)
+        self._worker.announce(commands)
         self._worker.outbox.drain(UNSENT)
-        self._worker.retract()
-        self._worker.update(item)
+        self._worker.do(commands)
 
     def step(self) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
         ``EngineError`` and what transports raise, with rank, stage and item."""
-        with self._worker.named_errors():
-            if self._others:
-                return [self._given(*self._others.popleft())]
-            if came := self._take():
-                return came
-            self._make_room()
-            began = time.perf_counter()
-            item = self._scheduler.next()
-            if item is not None:
-                self._issue(item, self._draft(item), began)
-                return []
-            if (on := self._draft_on()) is not None:
-                self._issue(*on, began)
-                return []
-            if not self._rounds:
-                return []
-            self._foresee([each.item for each in self._rounds])
-            self._worker.item = self._rounds[0].item
-            self._worker.wait(self._rounds[0].handle, self._last)
-            return self._take()
+        try:
+            return self._step()
+        except Exception as error:
+            with self._worker.named_errors():
+                raise error from error.__cause__
+
+    def _step(self) -> list[tuple[int, SampledToken]]:
+        if self._others:
+            return [self._given(*self._others.popleft())]
+        if came := self._take():
+            return came
+        if self._issue_next() or not self._rounds:
+            return []
+        if not self._last:
+            oldest = self._rounds[0]
+            self._worker.sample_late(oldest.graph, oldest.void)
+        self._run_ahead()
+        self._wait()
+        return self._take()
 
     def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
         """Generate until all sequences have ended, where their ``answers`` say; yield pairs of
@@ -220,199 +238,193 @@ class FirstStage:
         """Have all ranks return from ``LaterStage.run``, with all stored that is kept."""
         if self._worker.files is not None:
             self.keep_alive()
-        self._worker.announce(Item(ItemKind.STOP))
+        self._worker.announce((Stop(),))
         self._worker.outbox.drain(0)
         self._worker.begin(None)
 
-    def _issue(self, item: Item, draft: Draft, began: float) -> None:
-        item = self._prepare(item, draft)
+    def _issue_next(self) -> bool:
+        """Issue what comes next, if it depends on nothing that is under way."""
+        for number in self._room_forgotten():
+            self._scheduler.news.drop(number)
+        runs_ahead = self._worker.runs_ahead
+        if runs_ahead and self._rounds and (len(self._rounds) > 1 or self._scheduler.has_prompt):
+            return False  # tokens that have come do not wait for a chunk of a prompt
+        commands = self._scheduler.next()
+        if commands is not None:
+            self._issue(commands, self._drafts.draft(item_of(commands)))
+            return True
+        if (on := self._drafts.draft_on()) is not None:
+            self._issue((on[0],), on[1])
+            return True
+        return False
+
+    def _run_ahead(self) -> None:
+        """Begin the step after the one under way with the tokens that come of it, if this process
+        samples them and the next step is sure to come."""
+        under_way = self._rounds[0]
+        item = under_way.item
+        if not self._worker.runs_ahead or len(self._rounds) > 1 or not isinstance(item, Decode):
+            return
+        ahead = self._scheduler.foreseen() if item.is_plain else None
+        if ahead is None or not all(map(self._may_run_ahead, ahead.sequences)):
+            return
+        if self._drafts.expects(ahead):
+            return
+        tokens = under_way.graph.outputs[:, :1]
+        if len(ahead.sequences) < len(item.sequences):
+            rows = [item.sequences.index(number) for number in ahead.sequences]
+            tokens = tokens[mx.array(rows)]
+        self._issue((*self._scheduler.news.take(), self._scheduler.begin(ahead)), ahead=tokens)
+
+    def _may_run_ahead(self, number: int) -> bool:
+        """Return whether a sequence may have a token after the one under way."""
+        known = self._sequences[number]
+        return known.context == 0 or len(known.tokens) + 1 < known.context
+
+    def _wait(self) -> None:
+        """Wait for the tokens of the oldest round under way."""
+        worker = self._worker
+        oldest = self._rounds[0]
+        worker.item = oldest.item
+        if self._last:
+            worker.wait(oldest.handle, self._last)
+            return
+        worker.finish(oldest.graph)
+        oldest.tokens = oldest.graph.tokens
+        oldest.handle.done = True
+
+    def _issue(
+        self, commands: Commands, draft: Draft = NO_DRAFT, *, ahead: mx.array | None = None
+    ) -> None:
+        """Have all stages do what commands say. The item among them enters with the tokens that are
+        known, and a ``draft``, or those that come of the round before, int32 (rows, 1)."""
+        commands = self._prepare(commands, draft)
+        item = item_of(commands)
+        assert item is not None, "what is issued has one"
         worker = self._worker
         worker.begin(item)
-        worker.announce(item)
-        if item.samples:
-            width = packed_width([self._sequences[number].params for number in item.sequences])
-            rows = len(item.sequences) * item.length + item.guesses
-            sampled = np.zeros((rows, width), np.int32)
-            handle = Handle(sampled, done=True)
-            if self._last:
-                handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
-            self._rounds.append(Round(item, sampled, handle, draft, began))
-        graph = worker.graph_of(item, worker.inputs(item))
-        inputs = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
-        for row, number in zip(inputs, item.sequences, strict=True):
-            sequence = self._sequences[number]
-            begin, sequence.position = sequence.position, sequence.position + item.length
-            row[:] = [*sequence.tokens[begin : sequence.position], *draft.tokens]
-        worker.share_tokens(graph)
+        worker.announce(commands)
+        rows = [
+            [*self._sequences[number].enter(item.length), *draft.tokens]
+            for number in item.sequences
+        ]
+        inputs = ahead
+        if inputs is None and worker.foreseen_by(commands) is None:
+            inputs = mx.array(rows, mx.int32)
+        graph = worker.graph_of(commands, inputs, is_ahead=ahead is not None)
+        if inputs is None:
+            np.frombuffer(buffer_of(graph.inputs), np.int32)[:] = np.array(rows).reshape(-1)
+        if worker.shares_tokens:
+            worker.share_tokens(np.array(rows, np.int32))
         worker.start(graph)
-        if not self._last and item.samples:
-            self._foresee([item])
-        worker.finish(graph)
         if item.samples:
-            self._rounds[-1].on_rank_0 = time.perf_counter() - began
+            self._rounds.append(self._round_of(item, graph, draft, runs_ahead=ahead is not None))
+        if self._last or not item.samples:
+            worker.finish(graph)
         worker.pass_on(graph)
         if self._last:
-            self._read_prompt(item)
-        elif item.samples:
-            sampled[:] = np.array(graph.outputs)
+            self._drafts.read_prompt(item)
+        if not worker.runs_ahead:
+            self._foresee(item)
 
-    def _prepare(self, item: Item, draft: Draft) -> Item:
-        """Return an item as it is announced, with what it changes noted of its sequences."""
-        drafts = draft.tokens[draft.goes_on :]
-        item = replace(
-            item,
-            length=item.length + len(drafts),
-            guess=draft.tokens[0] if draft.goes_on else None,
-            drafts=drafts,
-            guesses=self._guesses(item, draft),
-            rejected=self._rounds.take_rejected(),
+    def _round_of(self, item: Item, graph: Any, draft: Draft, *, runs_ahead: bool) -> Round:
+        """Return the round of an item that has been started: its tokens come in a message, or out
+        of its ``graph``."""
+        if not self._last:
+            none = np.zeros((0, 1), np.int32)
+            return Round(item, none, Handle(none), draft, graph, runs_ahead)
+        width = packed_width([self._sequences[number].params for number in item.sequences])
+        guesses = item.guesses if isinstance(item, Decode) else 0
+        rows = len(item.sequences) * item.length + guesses
+        sampled = np.zeros((rows, width), np.int32)
+        return Round(
+            item, sampled, self._worker.transport.receive(sampled, self._last, TOKENS_TAG), draft
         )
-        for number in item.put_back:
-            if number in self._sequences:
-                self._sequences[number].position = 0
-                self._sequences[number].borders = ()
-            self.drafting.drafter.forget(number)
-        sequence = self._sequences[item.sequences[0]]
-        if item.prefix is not None:
-            sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
-            if item.params is not None:
-                sequence.cached = item.prefix.length
-        if item.border:
-            sequence.borders += (item.border,)
-        if self._head_drafter is not None and not item.samples:
-            stop = sequence.position + item.length + 1
-            item = replace(item, following=tuple(sequence.tokens[sequence.position + 1 : stop]))
-        return item
 
-    def _draft(self, item: Item) -> Draft:
-        """Guess the tokens after the next of a sequence that is alone in its group. Its first step
-        waits for the prompt in later stages, and tells nothing of the times of steps."""
-        known = self._alone(item)
-        if known is None or not known.has_begun:
-            return Draft()
-        return self.drafting.draft(item.sequences[0], known.tokens, known.context)
+    def _prepare(self, commands: Commands, draft: Draft) -> Commands:
+        """Return commands as they are announced, and note what they change of their sequences."""
+        return tuple(self._prepared(command, draft) for command in commands)
 
-    def _draft_on(self) -> tuple[Item, Draft] | None:
-        """Return a round of what may follow the drafts of the only sequence, and its draft."""
-        under_way = self._rounds.valid
-        is_full = len(self._rounds) >= self.drafting.back_off.stages
-        if len(self._sequences) > 1 or not under_way or is_full:
-            return None
-        item, known = under_way[0].item, self._alone(under_way[0].item)
-        if known is None or not known.has_begun or known.is_cancelled:
-            return None
-        # The first token of the first of them is known by now.
-        ahead = [*item.drafts, *(token for each in under_way[1:] for token in each.draft.tokens)]
-        draft = self.drafting.draft(item.sequences[0], known.tokens, known.context, ahead)
-        on = Item(ItemKind.DECODE, item.sequences, group=item.group)
-        return (on, draft) if draft.tokens else None
+    def _prepared(self, command: Command, draft: Draft) -> Command:
+        match command:
+            case Decode():
+                return self._drafts.with_drafts(command, draft)
+            case Prefill() if self._drafts.head is not None and not command.samples:
+                known = self._sequences[command.sequence]
+                after = known.position + 1
+                following = tuple(known.tokens[after : after + command.length])
+                return replace(command, following=following)
+            case Begin():
+                known = self._sequences[command.sequence]
+                known.begin(command.prefix, is_first=command.params is not None)
+            case PutBack():
+                for number in command.sequences:
+                    if number in self._sequences:
+                        self._sequences[number].begin(None, is_first=False)
+                    self.drafting.drafter.forget(number)
+            case Border():
+                self._sequences[command.sequence].borders += (command.tokens,)
+        return command
 
-    @property
-    def _head_drafter(self) -> HeadDrafter | None:
-        """The drafter that repeats guesses of the model's own head, if this drafts."""
-        drafter = self.drafting.drafter
-        return drafter if isinstance(drafter, HeadDrafter) else None
-
-    def _guesses(self, item: Item, draft: Draft) -> int:
-        """Return how many tokens the model's head is to guess with those of an item."""
-        known = self._alone(item)
-        if known is None:
-            return 0
-        length = len(known.tokens) + len(draft.tokens)
-        return self.drafting.guesses(item.sequences[0], length, known.context)
-
-    def _read_prompt(self, item: Item) -> None:
-        """Let the drafter read a prompt while later stages compute it."""
-        known = self._alone(item)
-        if known is not None and not known.has_begun:
-            self.drafting.read(item.sequences[0], known.tokens)
-
-    def _alone(self, item: Item) -> _Sequence | None:
-        """Return the sequence of a step that may have drafts."""
-        if item.kind is not ItemKind.DECODE or len(item.sequences) > 1:
-            return None
-        known = self._sequences[item.sequences[0]]
-        return known if known.params.grammar is None else None
-
-    def _foresee(self, under_way: Sequence[Item]) -> None:
-        """Build the graph of the item that likely comes next, while others are ``under_way``."""
+    def _foresee(self, item: Item) -> None:
+        """Build the graph of a group's next step, while the tokens of this one are on their way."""
         # After a round it depends on how many drafts were right.
-        are_plain = all(item.is_plain for item in under_way)
-        if are_plain and (likely := self._scheduler.foreseen()) is not None:
-            self._worker.foresee(likely)
+        if isinstance(item, Decode) and item.is_plain and not self._scheduler.has_prompt:
+            self._worker.foresee(Decode(item.sequences, item.group))
+
+    def _has_come(self, under_way: Round) -> bool:
+        if not self._last:
+            return under_way.handle.done
+        return self._worker.has_come(under_way.handle)
 
     def _take(self) -> list[tuple[int, SampledToken]]:
+        """Return the tokens that have come. A sequence gets one at a time: others of a round, and
+        those of one that goes on from it, come with the next steps."""
         came: list[tuple[int, SampledToken]] = []
-        goes_on = False
-        # A sequence gets one token at a time: others of a round, and those of one that goes on from
-        # it, come with the next steps.
-        while not (self._others or goes_on):
-            back = self._rounds.take(self._worker.has_come)
+        while not self._others:
+            back = self._rounds.take(self._has_come)
             if back is None:
                 break
-            item, count = back.item, len(back.right)
-            following = self._rounds.following(back)
-            goes_on = following is not None and following.item.guess == back.right[-1]
-            if following is not None and not goes_on:
-                self.drafting.back_off_of(item.sequences[0]).missed(following.draft)
-            self._measure(back)
-            self._scheduler.returned(item, count, goes_on=goes_on)
-            for i, number in enumerate(item.sequences):
-                sequence = self._sequences[number]
-                if sequence.is_cancelled:
-                    sequence.position -= self._rounds.reject(number, item.length - 1)
-                    self.finish(number)
-                    continue
-                sequence.position -= self._rounds.reject(number, item.length - count)
-                if not goes_on:
-                    self._make_void(number, sequence)
-                rows = back.tokens[i : i + count]
-                first, *others = (unpack(row, sequence.params) for row in rows)
-                came.append(self._given(number, first))
-                self._others += ((number, each) for each in others)
+            goes_on = self._drafts.goes_on(back)
+            self._drafts.measure(back)
+            count = len(back.right)
+            runs_ahead = bool(self._rounds) and self._rounds[0].runs_ahead
+            self._scheduler.returned(back.item, count, goes_on=goes_on or runs_ahead)
+            for i, number in enumerate(back.item.sequences):
+                if number not in back.void:
+                    came.append(self._taken(back, i, count, goes_on=goes_on))
+            if goes_on:
+                break
         return came
 
-    def _measure(self, back: Round) -> None:
-        """Note of a round that has come what it tells of drafts, and what the head guessed."""
-        known, count = self._alone(back.item), len(back.right)
-        if known is None:
-            return
-        if known.has_begun:
-            seconds = time.perf_counter() - back.began
-            back_off = self.drafting.back_off_of(back.item.sequences[0])
-            back_off.took(back.draft, count, seconds, back.on_rank_0)
-            drafted, right = len(back.draft.tokens), count - 1 + back.draft.goes_on
-            known.drafts += DraftCounts(int(drafted > 0), drafted, right)
-        if back.item.guesses and self._head_drafter is not None:
-            guessed = back.tokens[-back.item.guesses :, 0].tolist()
-            self._head_drafter.take(back.item.sequences[0], len(known.tokens) + count, guessed)
-
-    def _make_void(self, number: int, known: _Sequence) -> None:
-        """Have the rounds of a sequence that are under way on a guess come in vain."""
-        count = self._rounds.make_void(number)
-        known.position -= count
-        known.drafts += DraftCounts(drafted=count)
+    def _taken(self, back: Round, i: int, count: int, *, goes_on: bool) -> tuple[int, SampledToken]:
+        """Take ``count`` tokens of sequence ``i`` of a round that has come; return the first."""
+        number = back.item.sequences[i]
+        known = self._sequences[number]
+        cut = known.reject(back.item.length - count)
+        if self.drafting.most and not goes_on:
+            cut += known.void(self._rounds.make_guesses_void(number))
+        self._scheduler.news.cut(number, cut)
+        first, *others = (unpack(row, known.params) for row in back.tokens[i : i + count])
+        self._others += ((number, each) for each in others)
+        return self._given(number, first)
 
     def _given(self, number: int, sampled: SampledToken) -> tuple[int, SampledToken]:
-        self._sequences[number].tokens.append(sampled.token)
-        return number, sampled
+        return number, self._sequences[number].take(sampled)
 
-    def _find_prefix(self, number: int) -> tuple[CachedPrefix | None, tuple[int, ...]]:
+    def _find_prefix(self, number: int) -> FoundPrefix:
         assert self._prefix_cache is not None
         tokens = self._sequences[number].tokens
         borders = self._prefix_cache.borders(tokens)
         prefix = self._prefix_cache.take(tokens)
-        if prefix is not None and prefix.is_whole:
-            self._scheduler.forget([prefix.sequence])
-        self._make_room()
-        return prefix, borders
+        return FoundPrefix(prefix, borders, self._room_forgotten())
 
-    def _make_room(self) -> None:
-        """Forget what was kept, as far as the sequences under way need the room."""
+    def _room_forgotten(self) -> list[int]:
+        """Forget what was kept, as far as the sequences under way need the room; return what."""
         capacity = self._scheduler.capacity
-        if self._prefix_cache is not None and capacity is not None:
-            room = capacity - self._scheduler.reserved
-            self._scheduler.forget(self._prefix_cache.shrink(room))
+        if self._prefix_cache is None or capacity is None:
+            return []
+        return self._prefix_cache.shrink(capacity - self._scheduler.reserved)
 
 
 def _keys(kept: Mapping[int, KeptPrefix]) -> tuple[tuple[int, str], ...]:

@@ -52,6 +52,7 @@ class KeptPrefix:
 
     @classmethod
     def of(cls, tokens: Sequence[int], borders: Sequence[int] = ()) -> KeptPrefix:
+        """Return the one of these tokens."""
         return cls(np.array(tokens, np.int32), tuple(borders))
 
     @property
@@ -73,7 +74,10 @@ class PrefixCache:
     _: KW_ONLY
     has_borders: bool = False
     quantised: int = sys.maxsize
-    kept: dict[int, KeptPrefix] = field(default_factory=dict)
+    kept: dict[int, KeptPrefix] = field(default_factory=dict, init=False)
+    tokens: int = field(default=0, init=False)
+    """Tokens for which the caches of all kept sequences have room."""
+    _copies: int = field(default=0, init=False)
 
     @classmethod
     def of(
@@ -95,14 +99,17 @@ class PrefixCache:
             quantised=sys.maxsize if quantisation is None else quantisation.border,
         )
 
-    @property
-    def tokens(self) -> int:
-        """Tokens for which the caches of all kept sequences have room."""
-        return sum(held(len(kept.tokens)) for kept in self.kept.values())
-
     def keep(self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = ()) -> None:
         """Keep a sequence; ``tokens`` are those that have entered its caches."""
-        self.kept[sequence] = KeptPrefix.of(tokens, borders)
+        kept = KeptPrefix.of(tokens, borders)
+        self.kept[sequence] = kept
+        self.tokens += held(len(kept.tokens))
+        self._copies += 1 + len(kept.borders)
+
+    def _forget(self, sequence: int) -> None:
+        kept = self.kept.pop(sequence)
+        self.tokens -= held(len(kept.tokens))
+        self._copies -= 1 + len(kept.borders)
 
     def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
@@ -130,25 +137,26 @@ class PrefixCache:
             if length >= (best.length if best else self.shortest):
                 borders = kept.borders[:INHERITED] if is_whole else ()
                 best = CachedPrefix(sequence, length, is_whole, borders)
-        if best is not None:
-            kept = self.kept.pop(best.sequence)
-            if not best.is_whole:
-                self.kept[best.sequence] = kept  # used last
+        if best is None:
+            return None
+        if best.is_whole:
+            self._forget(best.sequence)
+        else:
+            self.kept[best.sequence] = self.kept.pop(best.sequence)  # used last
         return best
 
     def shrink(self, most: int) -> list[int]:
         """Forget sequences until ``tokens`` is at most ``most``, and there are not too many states;
         return their numbers."""
         gone = []
-        while self.kept and (self.tokens > most or self._copies > MOST_COPIES):
+        while self.kept and (self.tokens > most or self._has_too_many_copies):
             gone.append(next(iter(self.kept)))
-            del self.kept[gone[-1]]
+            self._forget(gone[-1])
         return gone
 
     @property
-    def _copies(self) -> int:
-        each = (1 + len(kept.borders) for kept in self.kept.values())
-        return sum(each) if self.has_borders else 0
+    def _has_too_many_copies(self) -> bool:
+        return self.has_borders and self._copies > MOST_COPIES
 
 
 def cuttable(shape: ModelShape, max_kv_size: int | None = None) -> int:

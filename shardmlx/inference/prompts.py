@@ -65,6 +65,7 @@ class PromptEncoder:
 
     @property
     def has_template(self) -> bool:
+        """True if there is a chat template."""
         return bool(self.tokenizer.has_chat_template)
 
     def encode(

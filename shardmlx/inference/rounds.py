@@ -1,59 +1,71 @@
-"""Rounds: items under way whose tokens come back to rank 0, some on a guess of what comes of the
-one before. No MLX, no MPI."""
+"""Rounds: items under way whose tokens come back to rank 0, some begun before the tokens of the one
+before are known. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from shardmlx.distributed.messages import Handle
+from shardmlx.inference.commands import Decode, Item
 from shardmlx.inference.drafts import Draft, accepted
-from shardmlx.inference.scheduler import Item
 
 
 @dataclass(slots=True)
 class Round:
-    """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft,
-    and one for each guess of the model's head. It ``began`` before its ``draft`` was made, and took
-    so many seconds ``on_rank_0``. Rank 0 drops the tokens of one that ``is_void`` as they come."""
+    """An item whose ``tokens`` come, a row for each sequence, or after each draft, and one for each
+    guess of the model's head: in a message from the last rank with this ``handle``, or out of this
+    process's ``graph``. One that ``runs_ahead`` was begun with the tokens of the round before,
+    which nobody had read. Tokens of the sequences in ``void`` are dropped."""
 
     item: Item
     tokens: np.ndarray
     handle: Handle
-    draft: Draft
-    began: float
-    on_rank_0: float = 0.0
-    is_void: bool = False
+    draft: Draft = field(default_factory=Draft)
+    graph: Any = None
+    runs_ahead: bool = False
+    void: set[int] = field(default_factory=set)
 
     @property
     def right(self) -> list[int]:
         """The tokens that have come of its first sequence, without those after a wrong draft."""
+        if not isinstance(self.item, Decode) or not self.item.drafts:
+            return [int(self.tokens[0, 0])]
         came: list[int] = self.tokens[:, 0].tolist()
         return came[: 1 + accepted(self.item.drafts, came)]
 
+    @property
+    def is_void(self) -> bool:
+        """True if all its sequences are void."""
+        return len(self.void) == len(self.item.sequences)
+
+    @property
+    def is_guessed(self) -> bool:
+        """True if it began with a guess of what comes of the round before."""
+        return isinstance(self.item, Decode) and self.item.guess is not None
+
+    @property
+    def unsure(self) -> int:
+        """The number of tokens of each sequence that entered and may not be of the text."""
+        begins_with_known = not (self.is_guessed or self.runs_ahead)
+        return self.item.length - begins_with_known
+
 
 class DecodeRounds(deque[Round]):
-    """The rounds under way, in order, and how many last tokens stages are to forget: each that was
-    ``rejected`` is told once, with the next announcement."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rejected: dict[int, int] = {}
+    """The rounds under way, in order."""
 
     @property
     def valid(self) -> list[Round]:
+        """The rounds of which some sequence is not void."""
         return [each for each in self if not each.is_void]
 
-    def awaits(self, sequence: int) -> bool:
-        """Return whether a token of a sequence is to come of a known one."""
-        return any(sequence in each.item.sequences for each in self if each.item.guess is None)
-
-    def take(self, has_come: Callable[[Handle], bool]) -> Round | None:
+    def take(self, has_come: Callable[[Round], bool]) -> Round | None:
         """Return the next round if it has come, without void ones before it."""
-        while self and has_come(self[0].handle):
+        while self and has_come(self[0]):
             back = self.popleft()
             if not back.is_void:
                 return back
@@ -65,25 +77,27 @@ class DecodeRounds(deque[Round]):
         behind = self._on_guesses(back.item.sequences)
         return behind[0] if behind and len(back.right) == back.item.length else None
 
-    def reject(self, sequence: int, count: int) -> int:
-        """Have stages forget the last ``count`` tokens of a sequence; return the count."""
-        if count > 0:
-            self._rejected[sequence] = self._rejected.get(sequence, 0) + count
-        return count
+    def make_guesses_void(self, sequence: int) -> list[Round]:
+        """Have rounds of a sequence that began with a guess come in vain; return them."""
+        return _made_void(sequence, self._on_guesses((sequence,)))
 
-    def make_void(self, sequence: int) -> int:
-        """Have rounds of a sequence that began with a guess come in vain, and stages forget their
-        tokens; return how many these are, all of drafts."""
-        behind = self._on_guesses((sequence,))
-        for each in behind:
-            each.is_void = True
-        return self.reject(sequence, sum(each.item.length for each in behind))
+    def forget_void(self) -> None:
+        """Forget rounds that come in vain, where nobody sends their tokens."""
+        kept = self.valid
+        self.clear()
+        self.extend(kept)
 
-    def take_rejected(self) -> tuple[tuple[int, int], ...]:
-        """Return pairs of a sequence and how many of its tokens stages are to forget."""
-        rejected, self._rejected = self._rejected, {}
-        return tuple(rejected.items())
+    def leave(self, sequence: int) -> list[Round]:
+        """Have all that is under way of a sequence come in vain; return these rounds."""
+        mine = [each for each in self if sequence in each.item.sequences]
+        return _made_void(sequence, [each for each in mine if sequence not in each.void])
 
     def _on_guesses(self, sequences: tuple[int, ...]) -> list[Round]:
-        found = (each for each in self.valid if each.item.guess is not None)
+        found = (each for each in self.valid if each.is_guessed)
         return [each for each in found if each.item.sequences == sequences]
+
+
+def _made_void(sequence: int, rounds: list[Round]) -> list[Round]:
+    for each in rounds:
+        each.void.add(sequence)
+    return rounds

@@ -8,18 +8,11 @@ from dataclasses import dataclass, replace
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import HEAD, LOOKUP, NO_DRAFT, InferenceConfig
+from shardmlx.config.inference import HEAD, NO_DRAFT, InferenceConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.draft_model import ModelDrafter
-from shardmlx.inference.drafts import (
-    FIRST,
-    FIRST_OF_MODEL,
-    BackOff,
-    Drafting,
-    HeadDrafter,
-    LookupDrafter,
-)
+from shardmlx.inference.drafts import VERIFIED, BackOff, Drafting, HeadDrafter, LookupDrafter
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
@@ -59,6 +52,7 @@ class InferenceRun:
     prefix_files: PrefixFiles | None = None
 
     def later_stage(self) -> LaterStage:
+        """Return the stage of a rank other than 0."""
         return LaterStage(self._worker())
 
     def first_stage(self, patience: int | None = None) -> FirstStage:
@@ -79,7 +73,7 @@ class InferenceRun:
                 cuttable=self.plan.cuttable,
                 quantised=quantised,
                 back_off=BackOff(
-                    FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL,
+                    VERIFIED + self._cost_of_drafts,
                     1 if self.config.draft == HEAD else self.plan.stage_map.num_stages,
                 ),
             )
@@ -87,6 +81,13 @@ class InferenceRun:
             self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity, quantised
         )
         return FirstStage(self._worker(), scheduler, kept, drafting)
+
+    @property
+    def _cost_of_drafts(self) -> float:
+        """Plain steps that making a draft of one token takes: a step reads all weights."""
+        setup = self.plan.setup
+        sizes = setup.model.held_sizes
+        return setup.beside / max(sum(sizes.layers) + sizes.embedding + sizes.head, 1)
 
     def _worker(self) -> StageWorker:
         holder, setup = self.head or self.part, self.plan.setup

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from shardmlx.compat import random_key
 from shardmlx.inference.drafts import accepted
@@ -21,29 +21,40 @@ from shardmlx.inference.grammars import Grammars, Matcher
 from shardmlx.inference.sampling_params import BROKEN, SampledToken, SamplingParams
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-"""A function of mlx-lm: tokens so far and logits (1, V), to logits (1, V)."""
+"""A function of mlx-lm: last tokens and logits (1, V), to logits (1, V)."""
 
 
-def random_state(key: mx.array | None = None) -> int:
-    """Return MLX's random state on this thread, or ``key``, as ``mx.random.seed`` takes it."""
-    high, low = np.array(random_key() if key is None else key).tolist()
+def random_state() -> int:
+    """Return MLX's random state on this thread, as ``mx.random.seed`` takes it."""
+    high, low = np.array(random_key()).tolist()
     return int(high) << 32 | int(low)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a text: the ``key`` of its random stream, uint32 (2,), and the ``last`` tokens, at
+    which penalties look, int32 (n,). Both may be lazy."""
+
+    key: mx.array
+    last: mx.array
 
 
 @dataclass(slots=True)
 class _SequenceState:
-    """The ``state`` of a sequence's random stream, ``after`` the lazy ones after each token sampled
-    last; ``history`` are its tokens, where a processor looks back at them. ``next`` is the token
-    sampled last, if all drafts before it were right."""
+    """A sequence at a ``place``; ``after`` are the places after each token that was sampled last,
+    of which drafts decide. ``next`` is the token sampled last, if all drafts before were right."""
 
     params: SamplingParams
-    state: int
-    sampler: Sampler | None
+    place: _Place
     processors: Sequence[LogitsProcessor]
-    history: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
-    after: list[mx.array] = field(default_factory=list)
+    after: list[_Place] = field(default_factory=list)
     next: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the likeliest token is taken, whatever came before."""
+        return not (self.processors or self.matcher or self.params.temp > 0)
 
 
 @dataclass
@@ -55,16 +66,7 @@ class BatchSampler:
     _sequences: dict[int, _SequenceState] = field(default_factory=dict)
 
     def open(self, sequence: int, params: SamplingParams) -> None:
-        sampler = make_sampler(
-            params.temp,
-            params.top_p,
-            params.min_p,
-            params.min_tokens_to_keep,
-            params.top_k,
-            params.xtc_probability,
-            params.xtc_threshold,
-            list(params.xtc_special_tokens),
-        )
+        """Begin the text of a sequence."""
         processors = make_logits_processors(
             dict(params.logit_bias),
             params.repetition_penalty,
@@ -79,46 +81,56 @@ class BatchSampler:
             assert self.grammars is not None, "rank 0 takes no grammars where there are none"
             matcher = self.grammars.matcher(params.grammar)
         start = self.start if params.seed is None else params.seed
-        self._sequences[sequence] = _SequenceState(
-            params,
-            _stream(start, params.stream),
-            sampler if params.temp > 0 else None,
-            processors,
-            list(params.context),
-            matcher,
-        )
+        last = params.context[-params.looked_back :] if params.looked_back else ()
+        place = _Place(_key(_stream(start, params.stream)), mx.array([*last], mx.int32))
+        self._sequences[sequence] = _SequenceState(params, place, processors, matcher)
 
-    def close(self, sequences: Sequence[int]) -> None:
+    def close(self, sequences: Collection[int]) -> None:
+        """Forget texts, if they are known."""
         for sequence in sequences:
             self._sequences.pop(sequence, None)
 
+    def needs_tokens(self, sequences: Sequence[int]) -> bool:
+        """Return whether the tokens sampled last must be settled before the next are sampled."""
+        return any(self._sequences[sequence].matcher is not None for sequence in sequences)
+
     def sample(
-        self, sequences: Sequence[int], logits: mx.array, drafts: Sequence[int] = ()
+        self,
+        sequences: Sequence[int],
+        logits: mx.array,
+        drafts: Sequence[int] = (),
+        *,
+        is_sure: bool = True,
+        void: Collection[int] = (),
     ) -> mx.array:
-        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence. With
-        ``drafts`` there is one sequence: after its tokens comes a row, and after each draft, as if
-        it had been sampled. Returns int32 (rows, ``packed_width``), for ``unpack``, lazy: evaluate
-        it, then call ``settle``."""
-        known = [self._sequences[sequence] for sequence in sequences] * (1 + len(drafts))
-        if any(sequence.processors or sequence.matcher for sequence in known):
-            rows = [
-                _processed(sequence, logits[i : i + 1], drafts[:i])
-                for i, sequence in enumerate(known)
-            ]
-            logits = mx.concatenate(rows)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if any(sequence.sampler for sequence in known):
-            rows = [_sampled(sequence, logprobs[i : i + 1]) for i, sequence in enumerate(known)]
-            tokens = mx.concatenate(rows)
-        else:
-            tokens = mx.argmax(logprobs, axis=-1)
-        tokens = tokens.astype(mx.int32)
-        errors = [sequence.matcher.error if sequence.matcher else "" for sequence in known]
-        for error in filter(None, errors):
-            print(f"shardmlx: an answer breaks off within its grammar: {error}", file=sys.stderr)
-        if any(errors):
-            tokens = mx.where(mx.array([error != "" for error in errors]), BROKEN, tokens)
-        return _pack(tokens, logprobs, packed_width([sequence.params for sequence in known]))
+        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence; any of
+        those that are ``void``.
+
+        With ``drafts`` there is one sequence: after its tokens comes a row, and after each draft,
+        as if it had been sampled. Returns int32 (rows, ``packed_width``), for ``unpack``, lazy:
+        evaluate it, then call ``settle``. Unless there are drafts, or it is not ``is_sure`` that
+        the tokens before are of the text, the next tokens may be sampled before that.
+        """
+        mine = [self._sequences[sequence] for sequence in sequences if sequence not in void]
+        width = packed_width([self._sequences[sequence].params for sequence in sequences])
+        if all(sequence.is_greedy for sequence in mine):
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return _pack(mx.argmax(logprobs, axis=-1).astype(mx.int32), logprobs, width)
+        if drafts or not is_sure:
+            (state,) = mine
+            tokens, logprobs, state.after = _chosen(state, logits, drafts)
+            return _pack(tokens, logprobs, width)
+        rows: list[tuple[mx.array, mx.array]] = []
+        for i, sequence in enumerate(sequences):
+            state = self._sequences[sequence]
+            here = logits[i : i + 1]
+            if sequence in void:
+                rows.append((mx.zeros(1, mx.int32), here))
+                continue
+            token, logprobs, (state.place,) = _chosen(state, here)
+            rows.append((token, logprobs))
+        tokens = mx.concatenate([token for token, _ in rows])
+        return _pack(tokens, mx.concatenate([logprobs for _, logprobs in rows]), width)
 
     def settle(
         self,
@@ -128,40 +140,96 @@ class BatchSampler:
         guess: int | None = None,
     ) -> None:
         """Take in the tokens sampled last, which have been evaluated: of one with ``drafts`` those
-        up to the first that differs from its draft; none if it began with a wrong ``guess``."""
+        up to the first that differs from its draft; none if it began with a wrong ``guess``, or has
+        been closed."""
         rows = [tokens[: 1 + accepted(drafts, tokens)]] if drafts else [[each] for each in tokens]
         for sequence, came in zip(sequences, rows, strict=True):
-            known = self._sequences[sequence]
+            known = self._sequences.get(sequence)
+            if known is None:
+                continue
             is_void = guess is not None and guess != known.next
             known.next = None if is_void or len(came) <= len(drafts) else came[-1]
-            if is_void:
-                known.after = []
-                continue
-            if known.after:
-                known.state = random_state(known.after[len(came) - 1])
-                known.after = []
-            if known.processors:
-                known.history += came
-            if known.matcher is not None and came[-1] != BROKEN:
+            if known.after and not is_void:
+                known.place = known.after[len(came) - 1]
+            known.after = []
+            if known.matcher is not None and not is_void and came[-1] != BROKEN:
                 known.matcher.take(came[-1])
 
 
-def _processed(sequence: _SequenceState, logits: mx.array, drafts: Sequence[int]) -> mx.array:
-    for process in sequence.processors:
-        logits = process(mx.array([*sequence.history, *drafts], mx.int32), logits)
-    if sequence.matcher is not None:
-        logits = mx.where(sequence.matcher.allowed(), logits, -mx.inf)
-    return logits
+def _chosen(
+    state: _SequenceState, logits: mx.array, drafts: Sequence[int] = ()
+) -> tuple[mx.array, mx.array, list[_Place]]:
+    """Return a token for each row of a sequence's ``logits``, int32 (rows,), the log-probabilities,
+    and the place after each: the rows are those after the text so far, and after each draft."""
+    params, matcher = state.params, state.matcher
+    last = state.place.last
+    known = mx.concatenate([last, mx.array([*drafts], mx.int32)]) if drafts else last
+    lasts = [known[: last.size + i] for i in range(len(drafts))] + [known]
+    rows = [logits[i : i + 1] for i in range(len(lasts))]
+    for i, here in enumerate(lasts):
+        for process in state.processors:
+            rows[i] = process(here, rows[i])
+        if matcher is not None:
+            rows[i] = mx.where(matcher.allowed(), rows[i], -mx.inf)
+    logits = mx.concatenate(rows) if len(rows) > 1 else rows[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    tokens: list[mx.array] = []
+    places: list[_Place] = []
+    key = state.place.key
+    for i, here in enumerate(lasts):
+        if params.temp > 0:
+            token, key = _drawn(params, logprobs[i : i + 1], key)
+        else:
+            token = mx.argmax(logprobs[i : i + 1], axis=-1)
+        token = token.astype(mx.int32)
+        if matcher is not None and (error := matcher.error):
+            print(f"shardmlx: an answer breaks off within its grammar: {error}", file=sys.stderr)
+            token = mx.array([BROKEN], mx.int32)
+        tokens.append(token)
+        seen = mx.concatenate([here, token])[-params.looked_back :] if params.looked_back else last
+        places.append(_Place(key, seen))
+    return mx.concatenate(tokens) if len(tokens) > 1 else tokens[0], logprobs, places
 
 
-def _sampled(sequence: _SequenceState, logprobs: mx.array) -> mx.array:
-    if sequence.sampler is None:
-        return mx.argmax(logprobs, axis=-1)
-    if not sequence.after:  # with drafts MLX's state is that after the sequence's token before
-        mx.random.seed(sequence.state)
-    token: mx.array = sequence.sampler(logprobs)
-    sequence.after.append(random_key())
-    return token
+def _drawn(params: SamplingParams, logprobs: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
+    """Return a token drawn from ``logprobs`` (1, V) as by mlx-lm's ``make_sampler``, and the next
+    key: MLX splits its state in the same way for each draw, but keeps it where nobody can set it to
+    an array."""
+    if 0 < params.top_p < 1:
+        logprobs = apply_top_p(logprobs, params.top_p)
+    if params.min_p != 0:
+        logprobs = apply_min_p(logprobs, params.min_p, params.min_tokens_to_keep)
+    if params.xtc_probability > 0:
+        key, drawn = mx.random.split(key)
+        logprobs = _without_likeliest(params, logprobs, drawn)
+    if params.top_k > 0:
+        logprobs = apply_top_k(logprobs, params.top_k)
+    key, drawn = mx.random.split(key)
+    return _categorical(logprobs, params.temp, drawn), key
+
+
+@mx.compile
+def _categorical(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+    # Compiled like mlx-lm's own, so that sums are rounded in the same way.
+    return mx.random.categorical(logprobs * (1.0 / temp), key=key)
+
+
+def _without_likeliest(params: SamplingParams, logprobs: mx.array, key: mx.array) -> mx.array:
+    """Leave out, by chance, all but the last of the tokens that are likelier than the threshold
+    (XTC, of p-e-w), and never special ones."""
+    probabilities = mx.softmax(logprobs, -1)
+    are_likely = probabilities > params.xtc_threshold
+    least = mx.where(are_likely, probabilities, mx.inf).min(axis=-1, keepdims=True)
+    left_out = probabilities > least
+    if params.xtc_special_tokens:
+        left_out[..., mx.array(params.xtc_special_tokens)] = False
+    is_spared = mx.random.uniform(0, 1, key=key) > params.xtc_probability
+    return mx.where(is_spared, logprobs, mx.where(left_out, -mx.inf, logprobs))
+
+
+def _key(state: int) -> mx.array:
+    """Return the key of a state, as ``mx.random.seed`` sets it."""
+    return mx.array([state >> 32 & 0xFFFFFFFF, state & 0xFFFFFFFF], mx.uint32)
 
 
 def packed_width(params: Sequence[SamplingParams]) -> int:

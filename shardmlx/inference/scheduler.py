@@ -1,6 +1,6 @@
 """Schedule chunked prefill and decode of many sequences. No MLX, no MPI.
 
-The first rank decides, one ``Item`` at a time, and every stage computes the items in that order::
+The first rank decides, one item at a time, and every stage computes the items in that order::
 
     time ->
     stage 0   a0 a1 a2 b0 b1 .  A  B  A  B  A       a0 a1 a2: chunks of prompt a (prefill)
@@ -22,73 +22,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
+from shardmlx.inference.commands import (
+    Begin,
+    Border,
+    Command,
+    Commands,
+    Decode,
+    Item,
+    News,
+    Prefill,
+)
 from shardmlx.inference.prefix_cache import CachedPrefix
+from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.models.sizes.kv_cache import STEP, held
 
 
-class ItemKind(Enum):
-    """A chunk of one prompt; a token of every sequence in a group; no work, but news of ended
-    sequences and a sign of life; the end of all items."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    IDLE = "idle"
-    STOP = "stop"
-
-
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A piece of work that every stage of the pipeline does in turn.
+class FoundPrefix:
+    """The ``prefix`` of a prompt that is kept, if one is. Chunks also end at ``borders``, and the
+    sequences that are ``forgotten`` make room for it."""
 
-    ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
-    prefill has one. If it ``samples``, their next tokens are sampled, after each that enters. The
-    ``drafts`` are the tokens that enter after the known one, which may be a ``guess`` too, of what
-    comes of the item before: if that is wrong, the item is void. Where the model's head drafts, the
-    last stage is to guess so many tokens, ``guesses``, after those that are sampled; to this end a
-    chunk tells the tokens ``following`` each that enters. The first chunk of a prompt brings the
-    sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After a chunk
-    that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each stage
-    first moves the ``kept``, sequences that have ended, out of their group and drops the caches of
-    those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have ended too.
-    Before all this, of each sequence of ``rejected`` it forgets so many last tokens. At last it
-    reads the files of the ``restored``, pairs of a sequence and a key, and has files of the
-    ``stored`` and of no others, unless they are as they were.
-    """
-
-    kind: ItemKind
-    sequences: tuple[int, ...] = ()
-    length: int = 1
-    samples: bool = True
-    group: int | None = None
-    kept: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
-    put_back: tuple[int, ...] = ()
     prefix: CachedPrefix | None = None
-    border: int = 0
-    params: Any = None
-    guess: int | None = None
-    drafts: tuple[int, ...] = ()
-    guesses: int = 0
-    following: tuple[int, ...] = ()
-    rejected: tuple[tuple[int, int], ...] = ()
-    restored: tuple[tuple[int, str], ...] = ()
-    stored: tuple[tuple[int, str], ...] | None = None
+    borders: Sequence[int] = ()
+    forgotten: Sequence[int] = ()
 
-    @property
-    def is_plain(self) -> bool:
-        """True if nothing is guessed: the next step of the same sequences can be foreseen."""
-        return self.guess is None and not (self.drafts or self.guesses)
 
-    def __str__(self) -> str:
-        if not self.sequences:
-            return self.kind.value
-        more = f" and {len(self.sequences) - 1} more" if len(self.sequences) > 1 else ""
-        is_long = self.kind is ItemKind.PREFILL or self.drafts
-        tokens = f", {self.length} tokens" if is_long else ""
-        return f"{self.kind.value} of sequence {self.sequences[0]}{more}{tokens}"
+NOTHING_FOUND = FoundPrefix()
 
 
 @dataclass(slots=True)
@@ -100,7 +60,7 @@ class _Sequence:
     tokens: int
     left: int
     context: int
-    params: Any
+    params: SamplingParams | None
     borders: Sequence[int] = ()
     is_known: bool = False
     awaits: bool = False
@@ -121,6 +81,7 @@ class _DecodeGroup:
 
     @property
     def size(self) -> int:
+        """The number of sequences, those that join with the next step too."""
         return len(self.sequences) + len(self.joining)
 
 
@@ -134,7 +95,7 @@ class Scheduler:
     groups are full when they take their turns; with ``patience`` at most so many chunks come
     between two decode steps. Where KV caches are ``quantised``, after so many tokens, a chunk ends.
     ``find_prefix`` says what the prefix cache holds of the prompt of a sequence whose turn has
-    come, and at which borders its chunks also end.
+    come. ``news`` are told with the next item.
     """
 
     groups: int
@@ -143,7 +104,8 @@ class Scheduler:
     patience: int | None = None
     capacity: int | None = None
     quantised: int = 0
-    find_prefix: Callable[[int], tuple[CachedPrefix | None, Sequence[int]]] = lambda _: (None, ())
+    find_prefix: Callable[[int], FoundPrefix] = lambda _: NOTHING_FOUND
+    news: News = field(default_factory=News)
 
     def __post_init__(self) -> None:
         self._chunks_since = 0
@@ -152,12 +114,10 @@ class Scheduler:
         self._waiting: deque[_Sequence] = deque()
         self._current: _Sequence | None = None
         self._open: dict[int, _Sequence] = {}
-        self._kept: list[int] = []
-        self._dropped: list[int] = []
-        self._put_back: list[int] = []
 
     @property
     def is_idle(self) -> bool:
+        """True if no sequence is under way, and none waits."""
         return not self._open and not self._waiting
 
     @property
@@ -166,7 +126,13 @@ class Scheduler:
         the longest, since those of a group are padded."""
         return len(self._open) * max((each.room for each in self._open.values()), default=0)
 
-    def add(self, sequence: int, tokens: int, params: Any = None, context: int = 0) -> None:
+    def add(
+        self,
+        sequence: int,
+        tokens: int,
+        params: SamplingParams | None = None,
+        context: int = 0,
+    ) -> None:
         """Queue a prompt of so many tokens, which may become ``context``. Raises ``ValueError`` if
         it has none, or would never have room in ``capacity``."""
         if tokens < 1:
@@ -175,8 +141,14 @@ class Scheduler:
             raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
         self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
 
-    def next(self) -> Item | None:
-        """Return what the pipeline computes next; None while that depends on items under way."""
+    @property
+    def has_prompt(self) -> bool:
+        """True if a chunk of a prompt may come next."""
+        return self._next_prompt() is not None
+
+    def next(self) -> Commands | None:
+        """Return what the pipeline does next, with the news; None while that depends on items under
+        way."""
         if not self._make_room():
             return None
         prompt = self._next_prompt()
@@ -189,61 +161,69 @@ class Scheduler:
         if ready is None:
             return None
         self._chunks_since = 0
-        self._turns.remove(ready)
-        self._turns.append(ready)
         group = self._groups[ready]
         group.sequences += group.joining
         group.joining = []
-        group.in_flight = True
-        for sequence in group.sequences:
+        return *self.news.take(), self.begin(Decode(tuple(group.sequences), ready))
+
+    def begin(self, item: Decode) -> Decode:
+        """Note that a decode step of a group is under way, and return it."""
+        self._turns.remove(item.group)
+        self._turns.append(item.group)
+        self._groups[item.group].in_flight = True
+        for sequence in item.sequences:
             self._open[sequence].awaits = True
-        return Item(ItemKind.DECODE, tuple(group.sequences), group=ready, **self._take_ended())
+        return item
 
-    def idle_item(self) -> Item:
-        return Item(ItemKind.IDLE, **self._take_ended())
-
-    def foreseen(self) -> Item | None:
+    def foreseen(self) -> Decode | None:
         """Guess the next item where ``next`` has none: the decode step of the group that has been
         under way longest, which comes if no sequence joins or leaves it."""
         longest = next((g for g in self._turns if self._groups[g].size), None)
-        if self._next_prompt() is not None or longest is None:
+        if self._next_prompt() is not None or longest is None or not self._has_room:
             return None
         group = self._groups[longest]
         if group.joining or not group.in_flight:
             return None
-        return Item(ItemKind.DECODE, tuple(group.sequences), group=longest)
+        return Decode(tuple(group.sequences), longest)
 
     def returned(self, item: Item, tokens: int = 1, *, goes_on: bool = False) -> None:
-        """Note that so many ``tokens`` of each sequence of an item have been sampled. If it
-        ``goes_on``, others of its group are under way."""
-        for sequence in item.sequences:
+        """Note that so many ``tokens`` of each sequence of an item have been sampled, of those that
+        have not left. If it ``goes_on``, others of its group are under way."""
+        staying = [sequence for sequence in item.sequences if sequence in self._open]
+        if not staying:
+            return
+        for sequence in staying:
             self._open[sequence].tokens += tokens
             self._open[sequence].awaits = goes_on
-        if item.group is not None:
-            self._groups[item.group].in_flight = goes_on
+        if isinstance(item, Prefill):
+            self._join(item.sequence)
         else:
-            self._join(item.sequences[0])
+            self._groups[item.group].in_flight = goes_on
 
-    def finish(self, sequence: int, *, keep: bool = False) -> bool:
-        """End a sequence of which no token is under way, even before its prefill has begun. The
-        stages drop its caches, or ``keep`` them. Return whether they keep any."""
+    def finish(self, sequence: int, *, keep: bool = False, cut: int = 0) -> bool:
+        """End a sequence, even before its prefill has begun: what is under way of it comes in vain.
+        The stages drop its caches, or ``keep`` them but for the last tokens that are ``cut``.
+        Return whether they keep any."""
         waiting = next((each for each in self._waiting if each.number == sequence), None)
         if waiting is not None:
             self._waiting.remove(waiting)
             if waiting.is_known:  # it was put back: there is its sampling state
-                self._dropped.append(sequence)
+                self.news.drop(sequence)
             return False
         self._take_out(sequence)
-        (self._kept if keep else self._dropped).append(sequence)
+        if keep:
+            self.news.keep(sequence, cut)
+        else:
+            self.news.drop(sequence)
         return keep
 
-    def forget(self, sequences: Sequence[int]) -> None:
-        """Have the stages drop the caches of sequences that were kept."""
-        self._dropped += sequences
+    @property
+    def _has_room(self) -> bool:
+        return self.capacity is None or self.reserved <= self.capacity
 
     def _make_room(self) -> bool:
         """Put back the sequences without room; return False where one awaits a token first."""
-        while self.capacity is not None and self.reserved > self.capacity:
+        while not self._has_room:
             # Never the first: it has room for all that it may become.
             last = next(reversed(self._open))
             if self._open[last].awaits:
@@ -251,7 +231,7 @@ class Scheduler:
             sequence = self._take_out(last)
             sequence.left = sequence.tokens
             self._waiting.appendleft(sequence)
-            self._put_back.append(last)
+            self.news.put_back(last)
         return True
 
     def _take_out(self, sequence: int) -> _Sequence:
@@ -268,18 +248,16 @@ class Scheduler:
         if self._current is None and self._waiting and len(self._open) < self.most:
             prompt = self._waiting[0]
             self._open[prompt.number] = prompt
-            if self.capacity is None or self.reserved <= self.capacity:
+            if self._has_room:
                 self._current = self._waiting.popleft()
             else:
                 del self._open[prompt.number]
         return self._current
 
-    def _chunk_of(self, prompt: _Sequence) -> Item:
-        prefix = None
+    def _chunk_of(self, prompt: _Sequence) -> Commands:
+        begin: Begin | None = None
         if prompt.left == prompt.tokens:
-            # Now, and not when its turn has come: what is forgotten for it goes with this item.
-            prefix, prompt.borders = self.find_prefix(prompt.number)
-            prompt.left -= prefix.length if prefix is not None else 0
+            begin = self._begin(prompt)
         # The first token is sampled from the prompt's last one, as in mlx-lm: in the group's next
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
@@ -287,30 +265,29 @@ class Scheduler:
         ends = (*prompt.borders, self.quantised, prompt.tokens - 1)
         stop = min((each for each in ends if each > done), default=prompt.tokens)
         length = 1 if is_last else min(self.chunk, stop - done)
-        item = Item(
-            ItemKind.PREFILL,
-            (prompt.number,),
-            length,
-            samples=is_last,
-            prefix=prefix,
-            border=stop if done + length == stop in prompt.borders else 0,
-            params=None if prompt.is_known else prompt.params,
-            **self._take_ended(),
-        )
-        prompt.is_known, prompt.awaits = True, is_last
+        told: list[Command] = [*self.news.take(begin), Prefill(prompt.number, length, is_last)]
+        if done + length == stop in prompt.borders:
+            told.append(Border(prompt.number, stop))
+        prompt.is_known = True
+        prompt.awaits = is_last
         prompt.left -= length
         if prompt.left <= 1:
             self._current = None
         if prompt.left == 1:
             self._join(prompt.number)
-        return item
+        return tuple(told)
+
+    def _begin(self, prompt: _Sequence) -> Begin:
+        """Return the beginning of a prompt. Its prefix is looked for now, and not when its turn
+        has come: the sequences that are forgotten for it go with this item."""
+        found = self.find_prefix(prompt.number)
+        prompt.borders = found.borders
+        prompt.left -= found.prefix.length if found.prefix is not None else 0
+        for sequence in found.forgotten:
+            self.news.drop(sequence)
+        params = None if prompt.is_known else prompt.params
+        return Begin(prompt.number, params, found.prefix)
 
     def _join(self, sequence: int) -> None:
         smallest = min(self._groups, key=lambda group: (group.size, group.in_flight))
         smallest.joining.append(sequence)
-
-    def _take_ended(self) -> dict[str, Any]:
-        """Return what an item says of sequences that have left, and forget it."""
-        left = {"kept": self._kept, "dropped": self._dropped, "put_back": self._put_back}
-        self._kept, self._dropped, self._put_back = [], [], []
-        return {name: tuple(sequences) for name, sequences in left.items()}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -19,22 +17,35 @@ from shardmlx.distributed.messages import (
     Handle,
     PeerLost,
     TransportError,
-    buffer_of,
     new_buffer,
 )
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import EngineError, one_line
+from shardmlx.inference.announcements import Announcer
+from shardmlx.inference.commands import (
+    Begin,
+    Border,
+    Command,
+    Commands,
+    Decode,
+    Drop,
+    Item,
+    Keep,
+    Prefill,
+    PutBack,
+    Reject,
+    RestoreKept,
+    StoreKept,
+)
 from shardmlx.inference.drafts import accepted
-from shardmlx.inference.kv_caches import Caches, KVCaches
+from shardmlx.inference.kv_caches import Backup, Caches, KVCaches
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.sampler import BatchSampler
-from shardmlx.inference.scheduler import Item
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 
-ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
 HIDDEN_TAG = FIRST_ENGINE_TAG + 1
 TOKENS_TAG = FIRST_ENGINE_TAG + 2
 
@@ -43,6 +54,9 @@ UNSENT = 6
 
 SECONDS_AWAKE = 0.2
 """Seconds of polling, more than a decode step takes a stage; then it waits as transports do."""
+
+STATES_EVERY = 32
+"""Steps after which the states of all caches are evaluated."""
 
 DUE = 0.9
 """A message is due after this fraction of the shortest of the last waits."""
@@ -55,8 +69,10 @@ cores than ranks, polling takes time from the core that computes the message (me
 @dataclass(slots=True)
 class ItemGraph:
     """The lazy graph of an item on this stage: ``inputs`` are a buffer to fill before
-    ``evaluated`` is evaluated. While it may be taken back there is a ``backup`` of the layers'
-    ``caches``. ``states`` are hidden states after the layers."""
+    ``evaluated`` is evaluated, or tokens that may be lazy. While it may be taken back there is a
+    ``backup`` of the caches. ``states`` are hidden states after the layers. Once a graph that
+    samples is evaluated on the last stage, ``tokens`` are what the sampler returned, with the
+    guesses of the model's head in further rows."""
 
     item: Item
     inputs: mx.array
@@ -64,7 +80,9 @@ class ItemGraph:
     outputs: mx.array
     evaluated: list[Any]
     caches: Caches
-    backup: Caches | None = None
+    backup: Backup | None = None
+    is_sampled: bool = False
+    tokens: np.ndarray | None = None
 
 
 @dataclass
@@ -86,133 +104,253 @@ class StageWorker:
     head: DraftHead | None = None
     item: Item | None = None
     mesh: Mesh | None = None
+    announcer: Announcer = field(init=False)
 
     def __post_init__(self) -> None:
-        rank, mesh = self.transport.rank, self.mesh or Mesh(1, self.transport.size)
+        rank = self.transport.rank
+        mesh = self.mesh or Mesh(1, self.transport.size)
         self.stage = mesh.coordinates(rank)[1]
         self.last = mesh.rank(0, mesh.pp - 1)  # which samples
         self._sharing = mesh.sharing(rank)
         self._is_last = self.part.is_last and rank == self.last
+        is_alone = self.transport.size == 1 and self.head is None
+        self._is_whole = self.part.is_first and self.part.is_last and is_alone
+        self._steps = 0
         self.outbox = Outbox(self.transport)
-        self._foreseen: ItemGraph | None = None
+        self.announcer = Announcer(self.outbox)
+        self._foreseen: dict[int, ItemGraph] = {}
         self._waits: deque[float] = deque([0.0], maxlen=4)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if this rank samples what it reads next: a step can begin with tokens that nobody
+        has read. The head reads them first, and so do ranks that share the stage: MLX waits for
+        their part of a sum before it returns from what was to run ahead."""
+        alone = self.last == 0 and self.transport.rank == 0 and not self.shares_tokens
+        return alone and self.head is None
+
+    @property
+    def shares_tokens(self) -> bool:
+        """True if other ranks share this one's stage, and need the tokens that enter it."""
+        return len(self._sharing) > 1
 
     def begin(self, item: Item | None) -> None:
         """Begin an item, or wait for one. Raises what transports raise if a rank is lost."""
         self.item = item
-        what = f"stage {self.stage}, {item}" if item else "generating"
-        self.transport.activity.begin(what)
+        self.transport.activity.begin(self._doing if item else "generating")
         self.transport.activity.check(self._who)
 
-    def inputs(self, item: Item) -> mx.array:
+    def new_inputs(self, item: Item) -> mx.array:
         """Return a buffer for an item's token ids, or hidden states, to be filled."""
         shape = len(item.sequences), item.length
         if self.part.is_first:
             return mx.array(np.zeros(shape, np.int32))  # evaluated, whatever is being computed
         return new_buffer((*shape, self.part.hidden_size), self.part.dtype)
 
-    def update(self, item: Item) -> None:
-        """Move caches, and forget sampling states, as an item says of sequences that have left."""
-        self.sampler.close([*item.kept, *item.dropped])
-        self.caches.update(item)
-        if self.files is not None:
-            for sequence, key in item.restored:
-                self.caches.restore(sequence, self.files.read(key))
-            if item.stored is not None:
-                self.files.mirror({key: self.caches.kept(each) for each, key in item.stored})
+    def apply(self, command: Command) -> None:
+        """Do what a command says that computes nothing."""
+        match command:
+            case Reject():
+                self.caches.cut(command.sequence, command.count)
+            case Keep():
+                self.sampler.close(command.sequences)
+                self.caches.keep(command)
+            case PutBack():
+                self.caches.drop(command.sequences)
+            case Drop():
+                self.sampler.close(command.sequences)
+                self.caches.drop(command.sequences)
+            case Begin():
+                self.caches.begin(command)
+                if command.params is not None and self._is_last:
+                    self.sampler.open(command.sequence, command.params)
+            case Border():
+                self.caches.keep_border(command)
+            case RestoreKept() | StoreKept() if self.files is not None:
+                self._use_files(self.files, command)
 
-    def build(self, item: Item, inputs: mx.array, *, is_foreseen: bool = False) -> ItemGraph:
+    def _use_files(self, files: PrefixFiles, command: RestoreKept | StoreKept) -> None:
+        if isinstance(command, StoreKept):
+            files.mirror({key: self.caches.kept(each) for each, key in command.kept})
+            return
+        for sequence, key in command.kept:
+            self.caches.restore(sequence, files.read(key))
+
+    def do(self, commands: Commands) -> None:
+        """Do what ``commands`` say of which none computes."""
+        self.retract()
+        for command in commands:
+            self.apply(command)
+
+    def graph_of(
+        self, commands: Commands, inputs: mx.array | None = None, *, is_ahead: bool = False
+    ) -> ItemGraph:
+        """Do what ``commands`` say, and return the graph of the item among them: the one that was
+        foreseen, or one with these ``inputs``, or else with a buffer to fill. If it ``is_ahead``,
+        nobody knows the inputs yet."""
+        if len(commands) > 1:
+            self.retract()
+        graph: ItemGraph | None = None
+        for command in commands:
+            if isinstance(command, (Prefill, Decode)):
+                graph = self._taken(command) or self.build(command, inputs, is_ahead=is_ahead)
+            else:
+                self.apply(command)
+        assert graph is not None, "there is an item"
+        return graph
+
+    def build(
+        self,
+        item: Item,
+        inputs: mx.array | None = None,
+        *,
+        is_foreseen: bool = False,
+        is_ahead: bool = False,
+    ) -> ItemGraph:
         """Build the graph of an item, to be computed later. That of one which ``is_foreseen``, and
-        may not come, has a backup, and is to ``sample`` when the tokens before are known."""
-        self.update(item)
+        may not come, has a backup, and is to ``sample`` when the tokens before are known; so is one
+        that ``is_ahead`` of them, where grammars ask for them."""
+        if inputs is None:
+            inputs = self.new_inputs(item)
         caches = self.caches.of(item)
         of_layers = caches if self.head is None else caches[:-1]
-        backup = copy.deepcopy(of_layers) if is_foreseen else None
+        backup = Backup(of_layers) if is_foreseen else None
+        if self._is_whole and item.samples and item.length == 1:
+            logits = self.part.step(inputs, of_layers)
+            graph = ItemGraph(item, inputs, logits, logits, self._due(of_layers), caches)
+            return self._sampled(graph, is_ahead=is_ahead)
         states = outputs = self.part.extend(inputs, of_layers)
-        if self.head is not None and not item.samples:
+        if self.head is not None and isinstance(item, Prefill) and not item.samples:
             self.head.enter(mx.array([item.following]), states, caches[-1])
-        self.caches.keep_border(item)
         # The next chunk needs all keys and values, and nothing else of the last layer.
-        evaluated = [cache.state for cache in (of_layers if item.samples else caches)]
-        if item.params is not None and self._is_last:
-            self.sampler.open(item.sequences[0], item.params)
+        evaluated = self._due(of_layers) if item.samples else [cache.state for cache in caches]
         if self._is_last and item.samples:
             outputs = self.part.last_logits(outputs, item.length)
         elif item.samples or not self.part.is_last:
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
         graph = ItemGraph(item, inputs, states, outputs, evaluated, caches, backup)
-        if not is_foreseen:
+        return graph if is_foreseen else self._sampled(graph, is_ahead=is_ahead)
+
+    def _sampled(self, graph: ItemGraph, *, is_ahead: bool) -> ItemGraph:
+        if not (is_ahead and self.sampler.needs_tokens(graph.item.sequences)):
             self.sample(graph)
         return graph
 
-    def foresee(self, likely: Item) -> None:
-        """Build the graph of the item that likely comes next, unless there is one."""
-        if self._foreseen is None:
-            self._foreseen = self.build(likely, self.inputs(likely), is_foreseen=True)
+    def _due(self, caches: Caches) -> list[Any]:
+        """Return the states of caches that are to be evaluated with a step: now and then all. A
+        layer's output evaluates most; some count tokens alone, and would grow lazily."""
+        self._steps += 1
+        return [cache.state for cache in caches] if self._steps % STATES_EVERY == 0 else []
 
-    def graph_of(self, item: Item, inputs: mx.array) -> ItemGraph:
-        """Return the graph of an item. One that was foreseen has ``inputs`` of its own."""
-        graph = self._foreseen
-        wanted = item.group, item.sequences, item.length
-        likely = graph and (graph.item.group, graph.item.sequences, graph.item.length)
-        if graph and likely == wanted and not item.rejected:
-            self._foreseen, graph.item = None, item
-            self.update(item)
-            self.sample(graph)
-            return graph
-        self.retract()
-        return self.build(item, inputs)
+    def foresee(self, likely: Decode) -> None:
+        """Build the graph of the item that likely comes next of a group, unless there is one."""
+        if likely.group not in self._foreseen:
+            self._foreseen[likely.group] = self.build(likely, is_foreseen=True)
+
+    def foreseen_by(self, commands: Commands) -> ItemGraph | None:
+        """Return the graph of what comes next, if this was foreseen."""
+        item = commands[0] if len(commands) == 1 else None
+        graph = self._foreseen.get(item.group) if isinstance(item, Decode) else None
+        if graph is None or not isinstance(item, Decode):
+            return None
+        is_same = graph.item.sequences == item.sequences and graph.item.length == item.length
+        return graph if is_same else None
+
+    def _taken(self, item: Item) -> ItemGraph | None:
+        """Return the graph of an item that was foreseen; forget another one of its group."""
+        if not isinstance(item, Decode):
+            return None
+        graph = self.foreseen_by((item,))
+        other = self._foreseen.pop(item.group, None)
+        if graph is None:
+            _take_back(other)
+            return None
+        graph.item = item
+        self.sample(graph)
+        return graph
 
     def retract(self) -> None:
         """Forget what was foreseen."""
-        if self._foreseen is not None:
-            if (backup := self._foreseen.backup) is not None:
-                self._foreseen.caches[: len(backup)] = backup
-            self._foreseen = None
+        for graph in self._foreseen.values():
+            _take_back(graph)
+        self._foreseen.clear()
 
-    def sample(self, graph: ItemGraph) -> None:
+    def sample(self, graph: ItemGraph, void: Collection[int] = ()) -> None:
         """Have the last stage's graph of an item that samples end in tokens, no longer in logits:
-        they depend on the tokens before in penalties, grammars and random streams."""
+        they depend on the tokens before in penalties, grammars and random streams. Tokens of
+        sequences in ``void`` do not matter."""
         item = graph.item
-        if self._is_last and item.samples:
-            graph.outputs = self.sampler.sample(item.sequences, graph.outputs, item.drafts)
-            graph.evaluated.append(graph.outputs)
+        if not (self._is_last and item.samples):
+            return
+        drafts = item.drafts if isinstance(item, Decode) else ()
+        is_sure = not isinstance(item, Decode) or item.guess is None
+        graph.outputs = self.sampler.sample(
+            item.sequences, graph.outputs, drafts, is_sure=is_sure, void=void
+        )
+        graph.evaluated.append(graph.outputs)
+        graph.is_sampled = True
+
+    def sample_late(self, graph: ItemGraph, void: Collection[int]) -> None:
+        """Sample the tokens of a graph that has been started, if they had to wait for the ones
+        before."""
+        if not graph.is_sampled and graph.item.samples:
+            self.sample(graph, void)
+            self.start(graph)
 
     def start(self, graph: ItemGraph) -> None:
         """Begin to evaluate a graph whose inputs are filled; it cannot be taken back any more."""
-        # Before it is evaluated: MLX writes in place only into an array that nobody else holds.
+        # MLX writes in place only into an array that nobody else holds: when it evaluates this
+        # step, and when it evaluates the next one.
         graph.backup = None
-        mx.async_eval(graph.evaluated)  # type: ignore[no-untyped-call]
+        evaluated = graph.evaluated
+        if not graph.is_sampled and self._is_last and graph.item.samples:
+            evaluated = [*evaluated, graph.outputs]
+        graph.evaluated = []
+        mx.async_eval(evaluated)  # type: ignore[no-untyped-call]
 
     def finish(self, graph: ItemGraph) -> None:
         """Wait until a graph is evaluated."""
-        if not graph.item.samples:
-            mx.eval(graph.evaluated)
+        item = graph.item
+        if not item.samples:
+            states = [cache.state for cache in graph.caches]
+            mx.eval(states if self.part.is_last else [states, graph.outputs])
             return
         # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
-        mx.eval(graph.outputs)
         if not self._is_last:
+            mx.eval(graph.outputs)
             return
-        item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
-        self.sampler.settle(item.sequences, tokens, item.drafts, item.guess)
+        graph.tokens = np.array(graph.outputs)
+        drafts = item.drafts if isinstance(item, Decode) else ()
+        guess = item.guess if isinstance(item, Decode) else None
+        tokens = graph.tokens[:, 0].tolist()
+        self.sampler.settle(item.sequences, tokens, drafts, guess)
         if self.head is not None:
-            self._guess(self.head, graph, tokens)
+            self._guess(self.head, graph, tokens, drafts)
 
-    def _guess(self, head: DraftHead, graph: ItemGraph, tokens: list[int]) -> None:
+    def _guess(
+        self, head: DraftHead, graph: ItemGraph, tokens: list[int], drafts: tuple[int, ...]
+    ) -> None:
         """Let the head read the sampled ``tokens``; have those that it guesses follow them."""
-        item, cache, shape = graph.item, graph.caches[-1], graph.states.shape[:2]
-        states = head.enter(mx.array(tokens).reshape(shape), graph.states, cache)
-        if item.guesses:
-            right = accepted(item.drafts, tokens)
-            wrong = len(item.drafts) - right
-            cache.trim(wrong)
-            guessed = head.guess(states[:, right : right + 1], item.guesses, cache)
-            # It stays as long as the layers' caches, which are cut with the next item.
-            cache.trim(item.guesses - 1 - wrong)
-            rows = mx.pad(guessed[:, None], [(0, 0), (0, graph.outputs.shape[1] - 1)])
-            graph.outputs = mx.concatenate([graph.outputs, rows])
-        mx.async_eval(graph.outputs, cache.state)  # type: ignore[no-untyped-call]
+        item = graph.item
+        cache = graph.caches[-1]
+        following = mx.array(tokens).reshape(graph.states.shape[:2])
+        states = head.enter(following, graph.states, cache)
+        guesses = item.guesses if isinstance(item, Decode) else 0
+        if not guesses:
+            mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
+            return
+        right = accepted(drafts, tokens)
+        wrong = len(drafts) - right
+        cache.trim(wrong)
+        guessed = head.guess(states[:, right : right + 1], guesses, cache)
+        # It stays as long as the layers' caches, which are cut with the next item.
+        cache.trim(guesses - 1 - wrong)
+        mx.async_eval(guessed, cache.state)  # type: ignore[no-untyped-call]
+        assert graph.tokens is not None, "they have been sampled"
+        rows = np.zeros((guesses, graph.tokens.shape[1]), np.int32)
+        rows[:, 0] = np.array(guessed)
+        graph.tokens = np.concatenate([graph.tokens, rows])
 
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0, and
@@ -220,39 +358,28 @@ class StageWorker:
         if not self.part.is_last:
             peer = self.transport.rank + len(self._sharing)
             self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._doing())
-        elif self._is_last and self.last and graph.item.samples:
-            self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._doing())
+        elif graph.tokens is not None and self.last:
+            self.outbox.send(graph.tokens, 0, TOKENS_TAG, self._doing())
         self.outbox.drain(UNSENT)
 
-    def share_tokens(self, graph: ItemGraph) -> None:
+    def share_tokens(self, tokens: np.ndarray) -> None:
         """Send the first stage's token ids to the other ranks that share it."""
         for peer in self._sharing[1:]:
-            self.outbox.send(graph.inputs, peer, HIDDEN_TAG, self._doing())
+            self.outbox.send(tokens, peer, HIDDEN_TAG, self._doing())
 
     @property
     def giver(self) -> int:
         """The rank that gives this one, which is not rank 0, the inputs of its items."""
         return self.transport.rank - len(self._sharing) if self.stage else 0
 
-    def announce(self, item: Item) -> None:
-        """Tell the next rank, if there is one, what it computes next."""
-        if (peer := self.transport.rank + 1) < self.transport.size:
-            self.outbox.send_object(pickle.dumps(item), peer, ANNOUNCEMENT_TAG, self._doing())
+    def announce(self, commands: Commands) -> None:
+        """Tell the next rank, if there is one, what comes next."""
+        if self.transport.size > 1:
+            self.announcer.announce(commands, self._doing())
 
-    def await_announcement(self) -> Handle:
-        """Post the receive of the next announcement's size."""
-        size = np.empty(1, np.int64)
-        return self.transport.receive(size, self.transport.rank - 1, ANNOUNCEMENT_TAG)
-
-    def heard(self, announcement: Handle) -> Item:
-        """Return what an announcement says whose size has come, and pass it on."""
-        peer, name = self.transport.rank - 1, self.transport.name
-        data = np.empty(int(announcement.array[0]), np.uint8)
-        handle = self.transport.receive(data, peer, ANNOUNCEMENT_TAG)
-        self.transport.wait(handle, lambda: f"{self._who()}, waiting for {name(peer)}")
-        item: Item = pickle.loads(buffer_of(data))
-        self.announce(item)
-        return item
+    def heard(self, announcement: Handle) -> Commands:
+        """Return what an announcement says whose number has come, and pass it on."""
+        return self.announcer.heard(announcement, self._who)
 
     def wait(self, handle: Handle, peer: int) -> None:
         """Wait for a message from ``peer``: poll rarely until it is due, judging by the last
@@ -272,6 +399,7 @@ class StageWorker:
         self.transport.wait(handle, lambda: f"{self._who()}, waiting for {name}")
 
     def has_come(self, handle: Handle) -> bool:
+        """Return whether a message has come."""
         return handle.done or self.transport.progress(handle, 0.0)
 
     @contextlib.contextmanager
@@ -291,3 +419,9 @@ class StageWorker:
 
     def _doing(self) -> str:
         return f"stage {self.stage}, {self.item}" if self.item else f"stage {self.stage}"
+
+
+def _take_back(graph: ItemGraph | None) -> None:
+    """Have caches forget a graph that was foreseen in vain."""
+    if graph is not None and graph.backup is not None:
+        graph.backup.put_back()

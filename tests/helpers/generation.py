@@ -66,11 +66,12 @@ def on_ranks(
     drafting: Drafting | None = None,
     head: Path | None = None,
     shares: int = 1,
+    worker: Callable[..., StageWorker] = StageWorker,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
     layers, or as many as ``shares``, each of which has it whole. The model in the directory
     ``head`` has the head that drafts. Another ``directory`` has what earlier ranks kept;
-    ``said`` gets its faults."""
+    ``said`` gets its faults. ``worker`` makes that of each rank."""
     mesh = Mesh(1, len(ranges), shares)
 
     def run(transport: Transport) -> Any:
@@ -93,12 +94,12 @@ def on_ranks(
             prefixes = [each for each in files.read_index() if each.key not in found]
             if said is not None and rank == 0:
                 said.extend(found.values())
-        worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
+        own = worker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
         if rank > 0:
-            return LaterStage(worker).run()
+            return LaterStage(own).run()
         quantised = 0 if quantisation is None else quantisation.border
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity, quantised)
-        first_stage = FirstStage(worker, scheduler, prefix_cache, drafting)
+        first_stage = FirstStage(own, scheduler, prefix_cache, drafting)
         if prefixes:
             first_stage.restore(prefixes)
         result = work(first_stage)

@@ -130,7 +130,7 @@ def test_a_text_is_the_same(ranges: list[tuple[int, int]], temp: float) -> None:
     plain = on_ranks(models, ranges, work)
     # A draft of the same model is right where the likeliest token is taken.
     by = ModelDrafter(models[2], VOCABULARY, CHUNK)
-    drafting = Drafting(by, 4, fixed=True, back_off=BackOff(first=1e9))
+    drafting = Drafting(by, 4, fixed=True, back_off=BackOff(cost=0.0))
     drafted, counts = on_ranks(models, ranges, counted(work), drafting=drafting)
     assert drafted == plain
     assert counts.accepted > 0

@@ -13,11 +13,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from shardmlx.inference.commands import Item
 from shardmlx.inference.drafts import BackOff, Draft, DraftCounts, Drafter, Drafting
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.inference.scheduler import Item
 from shardmlx.inference.stage import UNSENT, ItemGraph, StageWorker
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
 from tests.helpers.generation import by_mlx_lm, counted, finish_all, on_ranks, texts_of
@@ -70,7 +70,7 @@ class Always(BackOff):
     def allows(self, kind: int) -> bool:
         return True
 
-    def goes_on(self, kind: int, count: int) -> bool:
+    def goes_on(self, kind: int) -> bool:
         return self.stages > 1
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.drafts import (
-    FIRST,
-    FIRST_OF_MODEL,
-    PLAIN_STEPS,
-    WAIT,
+    BEGUN,
+    LONGEST_PAUSE,
+    LOST,
+    PAUSE,
+    VERIFIED,
     BackOff,
     Draft,
     DraftCounts,
@@ -93,226 +94,157 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one(
     assert accepted(drafts, sampled) == right
 
 
+@pytest.mark.parametrize("length", [1_000, 100_000])
+def test_a_draft_takes_of_a_long_text_no_more_than_it_has(length: int) -> None:
+    """Whatever the length of what follows: slices of the text are as long as the draft."""
+    taken: list[int] = []
+
+    class Text(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            taken.append(len(found) if isinstance(found, list) else 1)
+            return found
+
+    drafter = LookupDrafter()
+    text = [*range(10, 10 + length), 10, 11, 12]
+    drafter.read(0, text)
+    drafter._ends[0].text = Text(drafter._ends[0].text)
+    assert drafter.draft(0, text, (), lambda _: 5) == Draft((13, 14, 15, 16, 17), 3)
+    assert sum(taken) <= 20
+
+
 def steps(back_off: BackOff, count: int) -> None:
     for _ in range(count):
-        back_off.took(Draft(), 1, 1.0)
+        back_off.took(Draft(), 1)
 
 
-def spent(accepted: int, seconds: float, steps: int = 2000, kind: int = 2) -> float:
-    """Seconds that a text takes a token, where drafts of four are as good as this."""
-    back_off, draft = BackOff(), Draft((1, 2, 3, 4), kind)
+def lose(back_off: BackOff, kind: int = 2) -> int:
+    """Have one draft be wrong; return after how many plain steps the next is tried."""
+    back_off.took(Draft((1,) * back_off.length(kind, 16), kind), 1)
+    count = 0
+    while not back_off.allows(kind):
+        steps(back_off, 1)
+        count += 1
+    return count
+
+
+def spent(right: int, verified: float, steps: int = 2000, kind: int = 2) -> float:
+    """Plain steps that a text takes a token, of whose drafts so many are right at most, where
+    verifying one more takes part of a step."""
+    back_off = BackOff()
     tokens, total = 0, 0.0
     for _ in range(steps):
-        is_round = back_off.length(kind, 4) > 0
-        took, came = (seconds, accepted + 1) if is_round else (1.0, 1)
-        back_off.took(draft if is_round else Draft(), came, took)
-        tokens, total = tokens + came, total + took
+        count = back_off.length(kind, 16)
+        draft = Draft((1,) * count, kind) if count else Draft()
+        came = 1 + min(right, count)
+        back_off.took(draft, came)
+        tokens += came
+        total += 1.0 + verified * count
     return total / tokens
 
 
-def test_drafts_begin_when_a_plain_step_is_measured() -> None:
-    back_off = BackOff()
-    steps(back_off, PLAIN_STEPS - 1)
-    assert not back_off.allows(2)
-    steps(back_off, 1)
-    assert back_off.allows(2)
+def test_drafts_that_fail_cost_little_and_those_that_pay_go_on() -> None:
+    assert spent(right=0, verified=0.2) <= 1.01
+    assert spent(right=0, verified=0.2, steps=100) <= 1.02
+    assert spent(right=3, verified=0.2) <= 0.5
+    assert spent(right=1, verified=0.2) <= 0.75
+    # As long as pays most: of sixteen all are verified at once.
+    assert spent(right=16, verified=0.05) == pytest.approx((1 + 16 * 0.05) / 17, rel=0.01)
 
 
-def test_drafts_that_fail_cost_less_than_three_per_cent_and_those_that_pay_go_on() -> None:
-    assert spent(accepted=0, seconds=1.5) <= 1.01
-    assert spent(accepted=0, seconds=4.0) <= 1.01
-    assert spent(accepted=0, seconds=1.5, steps=100) <= 1.02
-    assert spent(accepted=3, seconds=1.5) == pytest.approx(1.5 / 4, rel=0.01)
-    assert spent(accepted=1, seconds=2.5) <= 1.01
+def test_a_draft_grows_while_all_is_right_and_shrinks_to_what_was() -> None:
+    back_off, lengths = BackOff(), []
+    for right in (16, 16, 16, 3, 3, 3, 0, 0, 1):
+        lengths.append(back_off.length(3, 16))
+        back_off.took(Draft((1,) * lengths[-1], 3), 1 + min(right, lengths[-1]))
+    assert lengths == [BEGUN, 8, 16, 16, 9, 6, 4, 2, 1]
+    assert back_off.length(3, 16) == 2
 
 
 def test_a_kind_that_fails_leaves_the_others_alone() -> None:
     back_off = BackOff()
-    steps(back_off, PLAIN_STEPS)
-    for _ in range(3):
+    for _ in range(LOST):
         assert back_off.allows(2)
-        back_off.took(Draft((1, 2), 2), 1, 1.4)
-        if not back_off.allows(2):
-            break
-    assert back_off.allows(4)
-    # It may try again when it has been paid for by plain steps.
-    steps(back_off, 200)
-    assert back_off.allows(2)
-
-
-@pytest.mark.parametrize("count", [4, 8, 16, 64])
-def test_a_long_draft_that_was_wrong_is_tried_again_soon_and_then_later(count: int) -> None:
-    """Whatever it has cost: what follows may be a copy of what was given."""
-    back_off = BackOff()
-    steps(back_off, PLAIN_STEPS)
-    draft = Draft((1,) * count, 4)
-    waits = []
-    for _ in range(4):
-        back_off.took(draft, 1, 1.0 + count)
-        wait = 0
-        while not back_off.allows(4):
-            steps(back_off, 1)
-            wait += 1
-        waits.append(wait)
-    assert waits == pytest.approx([WAIT, 2 * WAIT, 4 * WAIT, 8 * WAIT], abs=2)
-    back_off.took(draft, count + 1, 2.0)
-    assert back_off.allows(4)
-
-
-def test_what_drafts_have_saved_is_spent_within_few_steps_where_they_fail() -> None:
-    back_off = BackOff()
-    steps(back_off, PLAIN_STEPS)
-    for _ in range(100):
-        back_off.allows(3)
-        back_off.took(Draft((1, 2, 3), 3), 4, 1.2)
-    rounds = 0
-    while back_off.allows(3):
-        back_off.took(Draft((1, 2, 3), 3), 1, 1.5)
-        rounds += 1
-    assert rounds in range(10, 41)
-
-
-def test_the_time_of_the_first_round_is_not_counted() -> None:
-    """With it a GPU compiles."""
-    back_off = BackOff()
-    steps(back_off, PLAIN_STEPS)
-    assert back_off.allows(2)
-    back_off.took(Draft((1, 2), 2), 1, 100.0)
-    assert back_off.allows(2)
-    back_off.took(Draft((1, 2, 3), 2), 1, 100.0)
+        back_off.took(Draft((1, 2), 2), 1)
     assert not back_off.allows(2)
+    assert back_off.length(2, 16) == 0
+    assert back_off.length(4, 16) == BEGUN
+    steps(back_off, PAUSE)
+    assert back_off.length(2, 16) == 1
 
 
-def test_a_model_that_takes_as_long_as_a_plain_step_is_found_out_soon() -> None:
-    """Although all that it guesses is right."""
-    back_off = BackOff(FIRST_OF_MODEL)
-    steps(back_off, PLAIN_STEPS)
-    lengths = []
-    while (count := back_off.length(0, 16)) > 0:
-        back_off.took(Draft((1,) * count, 0, float(count)), count + 1, 1.0 + 1.2 * count)
-        lengths.append(count)
-    assert sum(lengths[:2]) <= 16
-    assert {*lengths[2:]} == {1}
-    assert len(lengths) <= 40
+def test_what_failed_is_tried_again_soon_and_then_later() -> None:
+    """What follows may be a copy of what was given."""
+    back_off = BackOff()
+    assert [lose(back_off) for _ in range(LOST - 1)] == [0] * (LOST - 1)
+    waits = [lose(back_off) for _ in range(7)]
+    assert waits[:4] == [PAUSE, 2 * PAUSE, 4 * PAUSE, 8 * PAUSE]
+    assert waits[-1] == LONGEST_PAUSE
+    back_off.took(Draft((1,), 2), 2)
+    assert lose(back_off) == 0
+    assert back_off.allows(2)
 
 
-def test_a_draft_is_as_long_as_pays_most() -> None:
-    """By the rate at which drafts are accepted, and the times of a plain step, of a token that is
-    verified, and of one that is made."""
-
-    def length(seconds: float, made: float, right: int) -> int:
-        back_off = BackOff(first=8.0)
-        steps(back_off, PLAIN_STEPS)
-        for _ in range(7):
-            draft = Draft((1, 2, 3, 4, 5), 0, 5 * made)
-            back_off.took(draft, 1 + right, 1.0 + 5 * (seconds + made))
-        return back_off.length(0, 16)
-
-    assert length(0.01, 0.0, right=5) == 16
-    assert length(0.1, 0.0, right=4) == 6
-    assert length(0.1, 0.1, right=4) == 4
-    assert length(0.1, 0.3, right=1) == 1
-    assert BackOff().length(0, 16) == 0  # nothing is measured
+def test_a_model_that_takes_as_long_as_a_plain_step_is_given_up() -> None:
+    """Although all that it guesses is right. One of a quarter goes on."""
+    for cost, allowed in ((1.0, False), (0.25, True)):
+        back_off = BackOff(VERIFIED + cost)
+        for _ in range(LOST):
+            count = back_off.length(0, 16)
+            back_off.took(Draft((1,) * count, 0), 1 + count)
+        assert back_off.allows(0) == allowed
 
 
-def measured(stages: int, own: float, verified: float = 0.2, made: float = 0.0) -> BackOff:
-    """Rank 0 takes so much ``own`` time of a plain step, a second; two of three are accepted."""
-    back_off = BackOff(first=8.0, stages=stages)
-    for _ in range(PLAIN_STEPS):
-        back_off.took(Draft(), 1, 1.0, own)
-    for _ in range(9):
-        more = own + verified / stages + made
-        back_off.took(Draft((1,), 2, made), 2, 1.0 + verified, more)
-    back_off._known(2).accepted, back_off._known(2).rejected = 2.0, 1.0
-    return back_off
-
-
-def test_rounds_are_drafted_on_where_that_makes_a_token_sooner() -> None:
-    # With two equal stages a round whose guesses are right takes half the time.
-    assert measured(2, 0.5).goes_on(2, 0)
-    assert measured(2, 0.5).goes_on(2, 2)
-    # By these times it makes a tenth at most, and a miss takes some time that is not counted.
-    assert not measured(2, 0.5).goes_on(2, 3)
-    assert not measured(1, 1.0).goes_on(2, 0)
-    # Few guesses are right.
-    assert not measured(2, 0.5).goes_on(2, 8)
-    # Rounds that are void keep the slower stage.
-    assert not measured(2, 0.9).goes_on(2, 0)
-    assert not measured(2, 0.1).goes_on(2, 0)
-    assert measured(3, 0.3).goes_on(2, 2)
-    # Rank 0 makes the drafts.
-    assert not measured(2, 0.5, made=0.5).goes_on(2, 2)
-    # Nothing is measured.
-    assert not BackOff(stages=2).goes_on(2, 0)
-
-
-def test_rounds_that_are_drafted_on_are_shorter() -> None:
-    """Of a token alone, where verifying another takes as long."""
-    assert [measured(1, 1.0, each).length(2, 16) for each in (0.1, 0.2, 0.7)] == [4, 2, 1]
-    assert [measured(2, 0.5, each).length(2, 16) for each in (0.1, 0.2, 0.7)] == [2, 1, 0]
-
-
-def test_wrong_guesses_end_what_is_drafted_on() -> None:
-    back_off, misses = measured(2, 0.5), 0
-    while back_off.goes_on(2, 0):
-        back_off.missed(Draft((1,), 2, goes_on=True))
-        misses += 1
-    assert misses in range(5, 20)
+def test_rounds_are_drafted_on_while_all_is_right() -> None:
+    back_off = BackOff(stages=2)
+    assert not back_off.goes_on(2)
+    back_off.took(Draft((1, 2), 2), 3)
+    assert back_off.goes_on(2)
+    assert not back_off.goes_on(3)
+    back_off.took(Draft((1, 2, 3), 2, goes_on=True), 3)
+    assert back_off.goes_on(2)
+    back_off.missed(Draft((1,), 2, goes_on=True))
+    assert not back_off.goes_on(2)
+    back_off.took(Draft((1, 2), 2), 2)
+    assert not back_off.goes_on(2)
+    alone = BackOff(stages=1)
+    alone.took(Draft((1, 2), 2), 3)
+    assert not alone.goes_on(2)
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "auto"])
-@pytest.mark.parametrize("first", [FIRST, FIRST_OF_MODEL])
-def test_a_text_in_which_all_drafts_were_wrong_takes_none_from_the_next(
-    first: float, fixed: bool
-) -> None:
+def test_a_text_in_which_all_drafts_were_wrong_takes_none_from_the_next(fixed: bool) -> None:
     """Sampled at a high temperature, say. Nor does another that is under way get fewer."""
-    drafting = Drafting(Given(), 4, fixed=fixed, back_off=BackOff(first))
-    steps(drafting.back_off_of(0), PLAIN_STEPS)
+    drafting = Drafting(Given(), 4, fixed=fixed)
     beside = drafting.draft(1, range(9), 100)
     lost = 0
     while (draft := drafting.draft(0, range(9), 100)).tokens:
-        drafting.back_off_of(0).took(draft, 1, 1.0 + 0.2 * len(draft.tokens))
+        drafting.back_off_of(0).took(draft, 1)
         lost += 1
-    assert 1 <= lost <= 20
+    assert lost == LOST
     assert beside.tokens
     assert len(drafting.draft(1, range(9), 100).tokens) >= len(beside.tokens)
     drafting.end(0)
     for sequence in range(2, 12):
         draft = drafting.draft(sequence, range(9), 100)
-        assert len(draft.tokens) >= (4 if fixed else 2)
-        drafting.back_off_of(sequence).took(draft, 1 + len(draft.tokens), 1.5)
+        assert len(draft.tokens) == 4
+        drafting.back_off_of(sequence).took(draft, 1 + len(draft.tokens))
         assert drafting.draft(sequence, range(9), 100).tokens
         drafting.end(sequence)
 
 
 def test_texts_in_which_drafts_fail_cost_little_each() -> None:
-    """Ten of a hundred steps, of a model that was named: the first may cost more."""
-    drafting, rounds = Drafting(Given(), 4, back_off=BackOff(FIRST_OF_MODEL)), []
+    """Ten of a hundred steps: the first may cost more."""
+    drafting, rounds = Drafting(Given(), 4), []
     for sequence in range(10):
         rounds.append(0)
         for _ in range(100):
             draft = drafting.draft(sequence, range(9), 1000)
             rounds[-1] += bool(draft.tokens)
-            drafting.back_off_of(sequence).took(draft, 1, 1.0 + 0.3 * len(draft.tokens))
+            drafting.back_off_of(sequence).took(draft, 1)
         drafting.end(sequence)
     assert rounds[0] <= 15
     assert {*rounds[1:]} <= {1, 2, 3}
-
-
-def test_times_of_a_machine_are_known_to_the_next_text() -> None:
-    drafting = Drafting(Given(), 16, back_off=BackOff(8.0))
-    steps(drafting.back_off_of(0), PLAIN_STEPS)
-    for _ in range(5):
-        drafting.back_off_of(0).took(Draft((1,) * 4, 0, 2.0), 5, 1.0 + 4.0)
-    drafting.end(0)
-    assert len(drafting.draft(1, range(9), 100).tokens) <= 2
-    assert len(Drafting(Given(), 16, back_off=fresh()).draft(1, range(9), 100).tokens) >= 3
-
-
-def fresh() -> BackOff:
-    back_off = BackOff(8.0)
-    steps(back_off, PLAIN_STEPS)
-    return back_off
 
 
 class Given(Drafter):
@@ -325,18 +257,22 @@ class Given(Drafter):
 
 
 def drafting_of(most: int, *, stages: int = 1, **how: Any) -> Drafting:
-    """Plain steps are measured."""
-    drafting = Drafting(Given(), most, back_off=BackOff(stages=stages), **how)
-    for _ in range(PLAIN_STEPS):
-        drafting.back_off.took(Draft(), 1, 1.0, 1 / stages)
-    return drafting
+    return Drafting(Given(), most, back_off=BackOff(stages=stages), **how)
 
 
 def test_a_fixed_number_of_drafts() -> None:
-    for fixed, count in ((True, 9), (False, 3)):
-        assert Drafting(Given(), 9, fixed=fixed).draft(0, range(9), 100) == Draft()
+    for fixed, count in ((True, 9), (False, BEGUN)):
         drafting = drafting_of(9, fixed=fixed)
         assert len(drafting.draft(0, range(9), 100).tokens) == count
+
+
+def test_a_draft_is_expected_where_there_would_be_one_after_the_next_token() -> None:
+    lookup = Drafting(LookupDrafter(), 5)
+    assert lookup.expects(0, [1, 2, 3, 9, 1, 2], 100)
+    assert not lookup.expects(1, [1, 2, 3, 9, 8, 7], 100)
+    assert drafting_of(5).expects(0, range(9), 12)
+    assert not drafting_of(5).expects(0, range(9), 11)  # the one after the next is the last
+    assert not Drafting(Drafter(), 5).expects(0, range(9), 9)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +331,7 @@ def test_a_round_that_is_drafted_on_keeps_within_them_too(
 ) -> None:
     limits = {100: {}, 64: {"cuttable": 64}, 30: {"quantised": 30}}[context]
     drafting = drafting_of(5, stages=2, fixed=True, **limits)
-    drafting.back_off_of(0).took(Draft((7,) * 5), 6, 1.0, 0.5)  # all of them right
+    drafting.back_off_of(0).took(Draft((7,) * 5), 6)  # all of them right
     draft = drafting.draft(0, range(tokens), 100, ahead=range(3))
     assert (len(draft.tokens), draft.goes_on) == (guesses, guesses > 0)
 

@@ -67,7 +67,7 @@ class Recorded(HeadDrafter):
 
 
 def drafting(most: int = 3, **how: Any) -> Drafting:
-    return Drafting(Recorded(), most, fixed=True, back_off=BackOff(first=1e9), **how)
+    return Drafting(Recorded(), most, fixed=True, back_off=BackOff(cost=0.0), **how)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -11,9 +11,16 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from shardmlx.errors import UserError
+from shardmlx.inference.commands import (
+    Begin,
+    Border,
+    Decode,
+    Item,
+    Keep,
+    Prefill,
+)
 from shardmlx.inference.kv_caches import KVCaches, check_limited, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
-from shardmlx.inference.scheduler import Item, ItemKind
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.kv_cache import STEP, CacheQuantisation, parts_of
@@ -36,49 +43,55 @@ def without_weights(config: dict[str, Any], dtype: str) -> ModelSizes:
     return ModelSizes(shape=shape, weight_sizes=sizes, dtype=dtype)
 
 
+def keeping(*sequences: int) -> Keep:
+    return Keep(sequences, (0,) * len(sequences))
+
+
 def in_a_group(sequences: tuple[int, ...]) -> KVCaches:
     """Sequences that have read their prompts and advance together."""
     caches = KVCaches(lambda: [KVCache() for _ in range(LAYERS)])
     for sequence in sequences:
-        for layer in caches.of(Item(ItemKind.PREFILL, (sequence,), TOKENS)):
+        for layer in caches.of(Prefill(sequence, TOKENS)):
             layer.update_and_fetch(*(mx.full((1, 4, TOKENS, 32), sequence, mx.float32),) * 2)
             mx.eval(layer.keys, layer.values)
-    caches.of(Item(ItemKind.DECODE, sequences, group=0))
+    caches.of(Decode(sequences, 0))
     return caches
 
 
 @pytest.mark.parametrize(
-    ("told", "added"),
+    ("kept", "dropped", "added"),
     [
-        pytest.param(Item(ItemKind.IDLE, kept=(1, 2, 3, 4)), 0, id="all end and are kept"),
-        pytest.param(Item(ItemKind.IDLE, kept=(2, 3), dropped=(1, 4)), -2, id="half is kept"),
-        pytest.param(Item(ItemKind.IDLE, kept=(4,), dropped=(2,)), -1, id="two go on, one is kept"),
+        pytest.param((1, 2, 3, 4), (), 0, id="all end and are kept"),
+        pytest.param((2, 3), (1, 4), -2, id="half is kept"),
+        pytest.param((4,), (2,), -1, id="two go on, one is kept"),
     ],
 )
-def test_sequences_that_end_move_layer_by_layer(told: Item, added: int) -> None:
+def test_sequences_that_end_move_layer_by_layer(
+    kept: tuple[int, ...], dropped: tuple[int, ...], added: int
+) -> None:
     caches = in_a_group((1, 2, 3, 4))
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    caches.update(told)
+    caches.keep(keeping(*kept))
+    caches.drop(dropped)
     assert mx.get_peak_memory() <= before + 4.25 * LAYER_BYTES
     assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= 16384
-    for sequence in told.kept:
-        (row,) = {
-            float(layer.keys.max()) for layer in caches.of(Item(ItemKind.PREFILL, (sequence,)))
-        }
+    for sequence in kept:
+        (row,) = {float(layer.keys.max()) for layer in caches.of(Prefill(sequence, 1))}
         assert row == sequence
 
 
 def test_a_state_that_leaves_its_group_holds_none_of_the_others() -> None:
     caches = KVCaches(lambda: [ArraysCache(1)])
     for sequence in range(8):
-        (layer,) = caches.of(Item(ItemKind.PREFILL, (sequence,)))
+        (layer,) = caches.of(Prefill(sequence, 1))
         layer[0] = mx.full((1, 4, 64, 256), sequence, mx.float32)
         mx.eval(layer.state)
     del layer
-    caches.of(Item(ItemKind.DECODE, tuple(range(8)), group=0))
+    caches.of(Decode(tuple(range(8)), 0))
     before = mx.get_active_memory()
-    caches.update(Item(ItemKind.IDLE, kept=(3,), dropped=(0, 1, 2, 4, 5, 6, 7)))
+    caches.keep(keeping(3))
+    caches.drop((0, 1, 2, 4, 5, 6, 7))
     assert before - mx.get_active_memory() == 7 * 4 * 64 * 256 * 4
     ((kept,),) = caches._alone.values()
     assert mx.all(kept[0] == 3)
@@ -90,25 +103,26 @@ def test_a_thousand_sequences_of_random_rounds_leave_the_caches_of_plain_steps()
     caches = KVCaches(lambda: [KVCache(), RotatingKVCache(64)])
 
     def enter(item: Item, tokens: np.ndarray) -> None:
-        caches.update(item)
         array = mx.array(tokens[None, None, :, None], mx.float32)
         for layer in caches.of(item):
             layer.update_and_fetch(array, array)
 
     for sequence in range(1000):
         text = random.randint(1, 100, size=random.randint(1, 20))
-        kind, ended = ItemKind.PREFILL, (sequence - 1,) if sequence else ()
-        enter(Item(kind, (sequence,), len(text), dropped=ended), text)
-        rejected: tuple[tuple[int, int], ...] = ()
+        caches.drop((sequence - 1,))
+        enter(Prefill(sequence, len(text)), text)
+        rejected = 0
         for length in random.randint(1, 7, size=3):
             tokens = random.randint(1, 100, size=length)
-            step = Item(ItemKind.DECODE, (sequence,), int(length), group=0, rejected=rejected)
-            enter(step, tokens)
+            if rejected:
+                caches.cut(sequence, rejected)
+            enter(Decode((sequence,), 0, drafts=tuple(tokens[1:].tolist())), tokens)
             right = random.randint(1, length + 1)
             text = np.concatenate([text, tokens[:right]])
-            rejected = ((sequence, int(length - right)),) if right < length else ()
-        caches.update(Item(ItemKind.IDLE, rejected=rejected))
-        for layer in caches.of(Item(ItemKind.DECODE, (sequence,), group=0)):
+            rejected = int(length - right)
+        if rejected:
+            caches.cut(sequence, rejected)
+        for layer in caches.of(Decode((sequence,), 0)):
             assert layer.offset == len(text)
             for array in (layer.keys, layer.values):
                 np.testing.assert_array_equal(np.array(array)[0, 0, : len(text), 0], text)
@@ -122,7 +136,7 @@ WIDE: dict[str, Any] = {"head_dim": 32, "layer_types": ["full_attention", "slidi
 
 def fed(caches: KVCaches, sequence: int, tokens: int) -> list[object]:
     """The caches of a sequence of which so many more tokens have entered."""
-    layers = caches.of(Item(ItemKind.PREFILL, (sequence,), tokens))
+    layers = caches.of(Prefill(sequence, tokens))
     for layer in layers:
         layer.update_and_fetch(*(mx.random.normal((1, 2, tokens, 32)),) * 2)
     return layers
@@ -139,12 +153,11 @@ def test_caches_are_quantised_before_the_first_step_after_they_are_long_enough()
 def test_one_that_is_kept_is_quantised_and_may_be_cut() -> None:
     caches = KVCaches(lambda: [KVCache()], PACKED)
     fed(caches, 1, 150)
-    caches.update(Item(ItemKind.IDLE, kept=(1,)))
+    caches.keep(keeping(1))
     begin = CachedPrefix(sequence=1, length=110, is_whole=False)
-    joining = Item(ItemKind.PREFILL, (2,), prefix=begin)
-    caches.update(joining)
-    (cut,) = caches.of(joining)
-    (kept,) = caches.of(Item(ItemKind.PREFILL, (1,)))
+    caches.begin(Begin(2, prefix=begin))
+    (cut,) = caches.of(Prefill(2, 1))
+    (kept,) = caches.of(Prefill(1, 1))
     assert isinstance(kept, QuantizedKVCache)
     assert (kept.offset, cut.offset) == (150, 110)
     for array, whole in zip((*cut.keys, *cut.values), (*kept.keys, *kept.values), strict=True):
@@ -162,9 +175,9 @@ def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -
     caches = KVCaches(part.new_caches, how)
     for start in range(0, tokens, 30):
         length = min(30, tokens - start)
-        layers = caches.of(Item(ItemKind.PREFILL, (1,), length))
+        layers = caches.of(Prefill(1, length))
         part.extend(mx.zeros((1, length), mx.int32), layers)
-    layers = caches.of(Item(ItemKind.DECODE, (1,), group=0))
+    layers = caches.of(Decode((1,), 0))
     setup = GenerationSetup(
         model=without_weights(config, "float32"),
         sequences=1,
@@ -191,9 +204,8 @@ def test_the_plan_counts_the_bytes_of_states_and_of_their_copies(
     caches = KVCaches(part.new_caches)
     borders = 10, 20, 30
     for border in borders:
-        item = Item(ItemKind.PREFILL, (1,), 10, border=border)
-        part.extend(mx.zeros((1, 10), mx.int32), caches.of(item))
-        caches.keep_border(item)
+        part.extend(mx.zeros((1, 10), mx.int32), caches.of(Prefill(1, 10)))
+        caches.keep_border(Border(1, border))
     layers = [parts_of(cache) for cache in caches._alone[1]]
     copies = [parts for each in caches._borders[1].values() for parts in each]
     held = sum(part.nbytes for parts in [*layers, *copies] for part in parts if part is not None)

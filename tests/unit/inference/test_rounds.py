@@ -1,4 +1,4 @@
-"""Rounds under way: which go on, which are void, and what stages are to forget."""
+"""Rounds under way: which go on, which are void, and what of them is unsure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shardmlx.distributed.messages import Handle
+from shardmlx.inference.commands import Decode
 from shardmlx.inference.drafts import Draft
 from shardmlx.inference.rounds import DecodeRounds, Round
-from shardmlx.inference.scheduler import Item, ItemKind
 
 
 def round_of(
@@ -18,11 +18,14 @@ def round_of(
     drafts: tuple[int, ...] = (),
     guess: int | None = None,
     sequence: int = 0,
+    *,
+    runs_ahead: bool = False,
 ) -> Round:
     """One whose drafts enter after a token that is known, or a ``guess``."""
-    item = Item(ItemKind.DECODE, (sequence,), 1 + len(drafts), guess=guess, drafts=drafts)
+    item = Decode((sequence,), 0, drafts=drafts, guess=guess)
     tokens = np.array(sampled, np.int32)[:, None]
-    return Round(item, tokens, Handle(tokens, done=True), Draft(drafts), 0.0)
+    handle = Handle(tokens, done=True)
+    return Round(item, tokens, handle, Draft(drafts), runs_ahead=runs_ahead)
 
 
 def under_way(*rounds: Round) -> DecodeRounds:
@@ -31,15 +34,15 @@ def under_way(*rounds: Round) -> DecodeRounds:
     return found
 
 
-def come(handle: Handle) -> bool:
-    return handle.done
+def come(under_way: Round) -> bool:
+    return under_way.handle.done
 
 
 def test_rounds_come_in_order_and_void_ones_in_vain() -> None:
     rounds = under_way(round_of([1]), round_of([2], guess=1), round_of([3], sequence=1))
-    rounds.make_void(0)
+    rounds.make_guesses_void(0)
     rounds[2].handle.done = False
-    assert [each.item.guess for each in rounds.valid] == [None, None]
+    assert [each.is_guessed for each in rounds.valid] == [False, False]
     first = rounds.take(come)
     assert first is not None
     assert first.right == [1]
@@ -66,16 +69,26 @@ def test_a_round_may_be_followed_while_its_drafts_are_right(
     assert rounds.following(back) is (rounds[1] if is_followed else None)
 
 
-def test_tokens_of_void_rounds_are_told_once_with_those_rejected() -> None:
+def test_what_came_on_a_guess_is_void_once() -> None:
     rounds = under_way(round_of([1, 2], (1,), guess=4), round_of([3], guess=2))
-    assert rounds.reject(0, 2) == 2
-    assert rounds.make_void(0) == 3
-    assert rounds.make_void(0) == 0
-    assert rounds.reject(1, 0) == 0
-    assert rounds.take_rejected() == ((0, 5),)
-    assert rounds.take_rejected() == ()
+    assert [each.unsure for each in rounds.make_guesses_void(0)] == [2, 1]
+    assert rounds.make_guesses_void(0) == []
 
 
-def test_a_token_is_awaited_of_rounds_that_begin_with_a_known_one() -> None:
-    rounds = under_way(round_of([1]), round_of([2], guess=1), round_of([2], guess=1, sequence=1))
-    assert [rounds.awaits(sequence) for sequence in range(3)] == [True, False, False]
+@pytest.mark.parametrize(
+    ("begun", "unsure"),
+    [
+        (round_of([1]), 0),
+        (round_of([1, 2, 3], (1, 2)), 2),
+        (round_of([1, 2], (1,), guess=4), 2),
+        (round_of([1], runs_ahead=True), 1),
+    ],
+    ids=["plain", "drafts", "guess", "ahead"],
+)
+def test_of_a_sequence_that_leaves_what_was_known_stays(begun: Round, unsure: int) -> None:
+    rounds = under_way(begun, round_of([5], sequence=1))
+    (left,) = rounds.leave(0)
+    assert left.unsure == unsure
+    assert rounds.leave(0) == []
+    rounds.forget_void()
+    assert [each.item.sequences for each in rounds] == [(1,)]

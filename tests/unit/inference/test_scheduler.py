@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from shardmlx.inference.commands import (
+    Begin,
+    Border,
+    Commands,
+    Decode,
+    Drop,
+    Item,
+    Keep,
+    Prefill,
+    item_of,
+)
 from shardmlx.inference.prefix_cache import CachedPrefix
-from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
+from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.scheduler import FoundPrefix, Scheduler
 
 
 def play(
@@ -28,16 +40,22 @@ def play(
                     left[sequence] = left.get(sequence, 10**9) - 1
                     if left[sequence] == 0:
                         scheduler.finish(sequence)
-        issued = scheduler.next()
+        issued = item_of(scheduler.next() or ())
         out.append("." if issued is None else show(issued))
         if issued is not None and issued.samples:
             under_way.append((now + delay, issued))
     return out
 
 
+def item_in(commands: Commands) -> Item:
+    item = item_of(commands)
+    assert item is not None
+    return item
+
+
 def show(item: Item) -> str:
     names = "".join(chr(ord("a") + sequence) for sequence in item.sequences)
-    if item.kind is ItemKind.DECODE:
+    if isinstance(item, Decode):
         return names.upper()
     return names + ("!" if item.samples else str(item.length))
 
@@ -96,10 +114,10 @@ def test_a_dropped_sequence_is_announced_once_with_the_next_item() -> None:
     scheduler.add(1, 1)
     first = scheduler.next()
     assert first is not None
-    scheduler.returned(first)
+    scheduler.returned(item_in(first))
     scheduler.finish(0)
     second = scheduler.next()
-    assert second == Item(ItemKind.PREFILL, (1,), 1, samples=True, dropped=(0,))
+    assert second == (Begin(1), Drop((0,)), Prefill(1, 1, samples=True))
 
 
 def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
@@ -108,11 +126,11 @@ def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
     first = scheduler.next()
     assert first is not None
     assert scheduler.foreseen() is None
-    scheduler.returned(first)
+    scheduler.returned(item_in(first))
     token = scheduler.next()
     assert token is not None
     assert scheduler.next() is None
-    assert scheduler.foreseen() == token
+    assert scheduler.foreseen() == item_in(token)
 
 
 def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() -> None:
@@ -131,17 +149,17 @@ def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() 
 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
-    scheduler.find_prefix = lambda sequence: (
-        CachedPrefix(7, 9, is_whole=True) if sequence == 1 else None,
-        (),
+    scheduler.find_prefix = lambda sequence: FoundPrefix(
+        CachedPrefix(7, 9, is_whole=True) if sequence == 1 else None
     )
     scheduler.add(0, 3)
     scheduler.add(1, 12)
     items = []
     for _ in range(3):
-        item = scheduler.next()
-        assert item is not None
-        items.append((show(item), item.prefix))
+        commands = scheduler.next()
+        assert commands is not None
+        begun = next((each.prefix for each in commands if isinstance(each, Begin)), None)
+        items.append((show(item_in(commands)), begun))
     assert items == [
         ("a2", None),
         ("b2", CachedPrefix(7, 9, is_whole=True)),
@@ -159,9 +177,9 @@ def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt()
     scheduler.finish(0, keep=True)
     scheduler.finish(1)
     second = scheduler.next()
-    assert second == Item(ItemKind.PREFILL, (2,), 1, samples=True, kept=(0,))
-    scheduler.forget([0])
-    assert scheduler.idle_item() == Item(ItemKind.IDLE, dropped=(0,))
+    assert second == (Keep((0,), (0,)), Begin(2), Prefill(2, 1, samples=True))
+    scheduler.news.drop(0)
+    assert scheduler.news.take() == (Drop((0,)),)
 
 
 def test_a_sequence_takes_room_as_it_grows_and_the_last_gives_way() -> None:
@@ -178,20 +196,20 @@ def test_a_sequence_takes_room_as_it_grows_and_the_last_gives_way() -> None:
 def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
     scheduler = Scheduler(groups=2, most=8, chunk=100, patience=1, capacity=1024)
     scheduler.add(0, 255, context=1024)
-    scheduler.add(1, 250, "params", context=1024)
+    scheduler.add(1, 250, SamplingParams(), context=1024)
     assert " ".join(play(scheduler, 7)) == "a100 a100 a54 A b100 A A"
     scheduler.finish(1)
-    assert scheduler.idle_item() == Item(ItemKind.IDLE, dropped=(1,))
+    assert scheduler.news.take() == (Drop((1,)),)
 
 
 def test_chunks_also_end_at_borders() -> None:
     scheduler = Scheduler(1, most=1, chunk=4)
-    scheduler.find_prefix = lambda sequence: (None, (3, 9))
+    scheduler.find_prefix = lambda sequence: FoundPrefix(borders=(3, 9))
     scheduler.add(0, 12)
-    items = [scheduler.next() for _ in range(4)]
-    assert [(item.length, item.border) for item in items if item is not None] == [
-        (3, 3),
-        (4, 0),
-        (2, 9),
-        (2, 0),
+    told = [scheduler.next() or () for _ in range(4)]
+    assert [[each for each in commands if not isinstance(each, Begin)] for commands in told] == [
+        [Prefill(0, 3), Border(0, 3)],
+        [Prefill(0, 4)],
+        [Prefill(0, 2), Border(0, 9)],
+        [Prefill(0, 2)],
     ]
