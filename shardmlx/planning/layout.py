@@ -6,10 +6,8 @@ A partitioner divides the layers; the problem that it solves is posed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import accumulate
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
@@ -22,9 +20,7 @@ from shardmlx.planning.facts.cluster import Cluster, between_ranks, pipeline_sec
 from shardmlx.planning.facts.hostfile import Machine, same_host
 from shardmlx.planning.facts.plan_facts import PlanFacts
 from shardmlx.planning.facts.workload import Workload
-from shardmlx.planning.memory.ranks import peaks_of_stages
-from shardmlx.planning.memory.stages import stage_memory
-from shardmlx.planning.memory.training_setup import TrainingSetup
+from shardmlx.planning.memory.ranks import PeaksOfLayers
 
 MICROBATCHES_A_RANK = 4
 """Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""
@@ -96,50 +92,12 @@ def _problem(
         placement=draft.stage_map.placement,
         costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
-        peak=None if all(map(math.isinf, capacity)) else _peaks(draft, setup),
+        peak=None if all(map(math.isinf, capacity)) else PeaksOfLayers(draft, setup),
         capacity=capacity,
         transfer=between_ranks(mesh, transfer),
         microbatches=draft.microbatches,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
-
-
-def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float]:
-    """Return the peak bytes of a stage alone on its rank, by its number and its layers."""
-    # Every stage has all kinds of actions here; its layers decide which of them it needs.
-    of_stage = peaks_of_stages(draft.shortest_alike)
-
-    shape, first = setup.shape, setup.workload.first_trained_layer
-    layers = shape.num_layers
-    upto = list(accumulate(setup.workload.weight_sizes.layers, initial=0.0))
-    # Number of layers of each kind below a layer.
-    below = [
-        list(accumulate((each == kind for each in shape.pattern), initial=0))
-        for kind in range(len(shape.kinds))
-    ]
-    first_of: dict[tuple[Hashable, ...], tuple[int, int]] = {}
-
-    @cache
-    def alike(start: int, stop: int) -> tuple[int, int]:
-        """Return the first range of layers that was asked for and takes as much memory."""
-        lowest = min(max(start, first), stop)
-        frozen = tuple(each[lowest] - each[start] for each in below)
-        trained = tuple(each[stop] - each[lowest] for each in below)
-        ends = (start == 0, stop == layers, start > first)
-        return first_of.setdefault(
-            (frozen, trained, upto[stop] - upto[start], *ends), (start, stop)
-        )
-
-    memory = cache(partial(stage_memory, setup))
-
-    @cache
-    def peak_of(stage: int, ends: tuple[int, int]) -> int:
-        return of_stage[stage].of({stage: memory(*ends)}, setup)
-
-    def peak(stage: int, start: int, stop: int) -> float:
-        return peak_of(stage, alike(start, stop))
-
-    return peak
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.memory.stages import StageMemory, held_once
+from shardmlx.planning.memory.stages import StageMemory, held_once, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
 
 _NUMBERS = (
@@ -65,6 +66,52 @@ def peaks_of_stages(plan: Plan) -> tuple[PeakOfActions, ...]:
         PeakOfActions([action for action in plan.actions[rank] if action.stage == stage])
         for stage, rank in enumerate(plan.stage_map.placement)
     )
+
+
+class PeaksOfLayers:
+    """The peak bytes of a stage alone on its rank, by (stage, start, stop): layers start to stop.
+
+    A partitioner asks for many. Stages of as many layers of each kind, frozen and trained, take as
+    much, and are counted once.
+    """
+
+    def __init__(self, draft: Plan, setup: TrainingSetup) -> None:
+        self._setup = setup
+        # Every stage has all kinds of actions here; its layers decide which of them it needs.
+        self._of_stage = peaks_of_stages(draft.shortest_alike)
+        self._upto = list(accumulate(setup.workload.weight_sizes.layers, initial=0.0))
+        pattern = setup.shape.pattern
+        self._below = [  # number of layers of each kind below a layer
+            list(accumulate((each == kind for each in pattern), initial=0))
+            for kind in range(len(setup.shape.kinds))
+        ]
+        self._alike: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._memory: list[StageMemory] = []
+        self._peaks: dict[tuple[int, int], int] = {}
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        """Return the peak bytes of layers ``start`` to ``stop`` as this stage."""
+        number = self._alike.get((start, stop))
+        if number is None:
+            number = self._alike[start, stop] = self._number(start, stop)
+        if (stage, number) not in self._peaks:
+            memory = {stage: self._memory[number]}
+            self._peaks[stage, number] = self._of_stage[stage].of(memory, self._setup)
+        return self._peaks[stage, number]
+
+    def _number(self, start: int, stop: int) -> int:
+        """Return the number of all ranges of layers that take as much memory as this one."""
+        first = self._setup.workload.first_trained_layer
+        lowest = min(max(start, first), stop)
+        frozen = tuple(each[lowest] - each[start] for each in self._below)
+        trained = tuple(each[stop] - each[lowest] for each in self._below)
+        nbytes = self._upto[stop] - self._upto[start]
+        ends = (start == 0, stop == self._setup.shape.num_layers, start > first)
+        number = self._numbers.setdefault((frozen, trained, nbytes, *ends), len(self._memory))
+        if number == len(self._memory):
+            self._memory.append(stage_memory(self._setup, start, stop))
+        return number
 
 
 def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> NDArray[np.int64]:
