@@ -12,7 +12,7 @@ holds no scores there (``TrainingSetup.fuses_attention``).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -301,33 +301,45 @@ def _held(stage: _Stage) -> tuple[int, int]:
 
 def _passing(stage: _Stage) -> tuple[float, float]:
     """Return the bytes that pass in F, and in I, or in W if there is no I."""
-    setup, logits, lowest = stage.setup, _logits(stage), stage.first_backward
-    layers = stage.each_layer(lowest)
+    layers = stage.each_layer(stage.first_backward)
+    if layers:
+        return _passing_forward(stage, layers), _passing_backward(stage, layers)
+    frozen = max(each.during_forward for each in stage.each_layer(stage.start))
+    of_head = HEAD_ARRAYS * stage.setup.message * stage.is_last
+    return max(frozen + 2 * _logits(stage), of_head + _loss_piece(stage)), 0.0
+
+
+def _passing_forward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
+    """Return the bytes that pass in F: in the head, or in the largest of the ``layers``."""
+    setup, logits, ratios = stage.setup, _logits(stage), stage.ratios
     of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
-    if not layers:
-        frozen = max(each.during_forward for each in stage.each_layer(stage.start))
-        return max(frozen + 2 * logits, of_head + _loss_piece(stage)), 0.0
-    joins, ratios = setup.joins_weights or not stage.has_input_gradient, stage.ratios
     if setup.grad_checkpoint and logits:
         of_head = max(layer.during_forward for layer in layers)  # it is not held, but passes
     of_head += max(logits, _loss_piece(stage))
-    top = ratios[-1]
-    forward = top.during_forward * of_head
-    backward = freed = 0.0
+    passing = [ratios[-1].during_forward * of_head]
+    for layer, ratio in zip(layers, ratios, strict=True):
+        passing.append(ratio.during_forward * layer.during_forward)
+    waiting = _given_to_gpu(setup, [layer.during_forward for layer in layers])
+    return max(passing) + ratios[-1].during_forward * waiting
+
+
+def _passing_backward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
+    """Return the bytes that pass in the backward of ``layers``, above those held when it begins."""
+    setup, logits, ratios = stage.setup, _logits(stage), stage.ratios
+    joins = setup.joins_weights or not stage.has_input_gradient
     # Logits go before all layers' passes but the last one's, unless the head waits for its W.
     gone = 0 if setup.tune.unfreeze_all else logits
+    most = freed = 0.0
     for layer, ratio in zip(reversed(layers), reversed(ratios), strict=True):
-        forward = max(forward, ratio.during_forward * layer.during_forward)
         passing = layer.during_joined if joins else layer.during_backward
-        backward = max(backward, ratio.during_backward * passing - freed)
+        most = max(most, ratio.during_backward * passing - freed)
         freed = max(freed, gone)
         if not setup.grad_checkpoint:
             freed += layer.after_forward - layer.after_input
-    waiting = _given_to_gpu(setup, [layer.during_forward for layer in layers])
     beside = _given_to_gpu(setup, [layer.during_backward for layer in layers])
     if setup.backend != "cpu" or setup.dtype_bytes < FLOAT32:
         beside += logits  # our own loss, used for float32 on a CPU, needs no more than are held
-    return forward + top.during_forward * waiting, backward + top.during_backward * beside
+    return most + ratios[-1].during_backward * beside
 
 
 def _given_to_gpu(setup: TrainingSetup, passing: Collection[float]) -> float:
