@@ -137,19 +137,8 @@ class _Calls:
 def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[Trace, Carrier]:
     """Return what the code of a ``body`` does, and what its layers pass on. Raises
     ``CannotBeCutError``."""
-    layers = at(body, layers_name)
-    run = partial(_trace, body, layers_name, caches)
-    embedded = Layout((0, 1, 2), (width_of(next(body[name] for name in embeddings(body))),))
-    plain = {CarriedSource("output", i): embedded for i in range(len(layers))}
-    reason = "its layers take more than one array of hidden states"
     try:
-        traces = [run([0] * len(layers), plain, seeds) for seeds in ((1, 1), (2, 2), (1, 1))]
-        allowed = [{HIDDEN, CarriedSource("cache", i)} for i in range(len(layers))]
-        takes = _sources(traces, {})
-        for sources, own in zip(takes, allowed, strict=True):
-            if not {HIDDEN} <= {*sources.values()} <= own:
-                raise CannotBeCutError(reason)
-        return traces[0], HiddenStates(takes, [0] * len(layers), {HIDDEN: embedded})
+        return _examine_hidden(body, layers_name, caches)
     except CannotBeCutError as error:
         reason = str(error)
     try:
@@ -157,99 +146,162 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
         calls, others = (_calls(body, layers_name, deepcopy([*caches]), size) for size in sizes)
     except FAULTS:
         raise CannotBeCutError(reason) from None
-    found = {
-        source: _layout(array.shape, others.arrays[source].shape)
-        for source, array in calls.arrays.items()
-    }
-    layouts = {source: layout for source, layout in found.items() if layout is not None}
+    layouts: dict[CarriedSource, Layout] = {}
+    for source, array in calls.arrays.items():
+        layout = _layout(array.shape, others.arrays[source].shape)
+        if layout is not None:
+            layouts[source] = layout
     layouts[HIDDEN] = layouts[CarriedSource("output", 0)]
-    traces = [run(calls.returned, layouts, seeds) for seeds in ((1, 1), (2, 1), (1, 2))]
+    traces = [
+        _TracedBody(
+            body=body,
+            layers_name=layers_name,
+            caches=caches,
+            returned=calls.returned,
+            layouts=layouts,
+            seeds=seeds,
+        ).run()
+        for seeds in ((1, 1), (2, 1), (1, 2))
+    ]
     return traces[0], Carrier(_sources(traces, calls.aliases), calls.returned, layouts)
 
 
-def _trace(
-    body: nn.Module,
-    layers_name: str,
-    caches: Sequence[Any],
-    returned: Sequence[Any],
-    layouts: Mapping[CarriedSource, Layout],
-    seeds: tuple[int, int],
-) -> Trace:
-    """Run the code of ``body`` over stand-ins, whose numbers depend on ``seeds``: those of what
-    comes before the layers on the first, those of what layers return on the second."""
-    tokens = mx.full(_SIZE, seeds[0], mx.int32)
-    trace, owners, drawn = Trace(), dict[int, int](), dict[Any, CarriedSource]()
-    vocabulary = without_adapters(next(body[name] for name in embeddings(body))).weight.shape[0]
+def _examine_hidden(
+    body: nn.Module, layers_name: str, caches: Sequence[Any]
+) -> tuple[Trace, Carrier]:
+    """Return what the code of a ``body`` does whose layers pass on hidden states alone. Raises
+    ``CannotBeCutError``."""
+    returned = [0] * len(at(body, layers_name))
+    embedded = Layout((0, 1, 2), (width_of(next(body[name] for name in embeddings(body))),))
+    layouts = {CarriedSource("output", i): embedded for i in range(len(returned))}
+    traces = [
+        _TracedBody(
+            body=body,
+            layers_name=layers_name,
+            caches=caches,
+            returned=returned,
+            layouts=layouts,
+            seeds=seeds,
+        ).run()
+        for seeds in ((1, 1), (2, 2), (1, 1))
+    ]
+    takes = _sources(traces, {})
+    for i, sources in enumerate(takes):
+        taken = {*sources.values()}
+        if HIDDEN not in taken or taken - {HIDDEN, CarriedSource("cache", i)}:
+            raise CannotBeCutError("its layers take more than one array of hidden states")
+    return traces[0], HiddenStates(takes, returned, {HIDDEN: embedded})
 
-    def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
-        if ids is tokens and not trace.embedding:
-            trace.embedding = name
-        elif name not in trace.before:
-            trace.before.append(name)
-        return _drawn(seeds[0], (*_SIZE, width_of(body[name])))
 
-    def tied(name: str, x: mx.array) -> mx.array:
-        trace.heads.append(name)
+@dataclass(frozen=True, kw_only=True)
+class _TracedBody:
+    """A body whose modules are stand-ins: their numbers depend on ``seeds``, those of what comes
+    before the layers on the first, those of what layers return on the second.
+
+    Layers return arrays as they ``returned``, of known ``layouts``.
+    """
+
+    body: nn.Module
+    layers_name: str
+    caches: Sequence[Any]
+    returned: Sequence[Any]
+    layouts: Mapping[CarriedSource, Layout]
+    seeds: tuple[int, int]
+    trace: Trace = field(default_factory=Trace)
+    owners: dict[int, int] = field(default_factory=dict)
+    """The layer that a cache was first given to, by the number of the cache."""
+    drawn: dict[Any, CarriedSource] = field(default_factory=dict)
+    """The source of each array that a layer has returned, by what tells it from others."""
+
+    def run(self) -> Trace:
+        """Run the code of the body. Raises ``CannotBeCutError``."""
+        tokens = mx.full(_SIZE, self.seeds[0], mx.int32)
+        own = with_layers(self.body, self.layers_name, self._layer)
+        for name, child in with_weights(self.body, self.layers_name).items():
+            if hasattr(child, "as_linear"):
+                tied = partial(self._head, name)
+                part = InPlaceOf(child, partial(self._embed, name, tokens), as_linear=tied)
+            else:
+                weight = without_adapters(child).get("weight")
+                part = InPlaceOf(child, partial(self._call, name, weight))
+            own = with_part(own, name, part)
+        trace = self.trace
+        try:
+            trace.result = own(tokens, cache=[*self.caches])
+        except FAULTS as error:
+            if trace.given:
+                reason = f"its layers pass on more than hidden states ({error})"
+                raise CannotBeCutError(reason) from None
+        if not trace.given:
+            raise CannotBeCutError("it does not call its layers one by one")
+        if not trace.embedding:
+            raise CannotBeCutError("its embedding does not take tokens")
+        return trace
+
+    def _embed(self, name: str, tokens: mx.array, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
+        if ids is tokens and not self.trace.embedding:
+            self.trace.embedding = name
+        elif name not in self.trace.before:
+            self.trace.before.append(name)
+        return _drawn(self.seeds[0], (*_SIZE, width_of(self.body[name])))
+
+    def _head(self, name: str, x: mx.array) -> mx.array:
+        self.trace.heads.append(name)
         return x
 
-    def call(name: str, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a module with a weight that is neither an embedding nor a layer."""
         x = first_argument(*args, **kwargs)
         is_matrix = weight is not None and weight.ndim > 1
-        if trace.given and is_matrix and weight.shape[0] == vocabulary:
-            return tied(name, x)
-        names = trace.after if trace.given else trace.before
-        names.extend([name] if name not in names else [])
+        if self.trace.given and is_matrix and weight.shape[0] == self._vocabulary:
+            return self._head(name, x)
+        names = self.trace.after if self.trace.given else self.trace.before
+        if name not in names:
+            names.append(name)
         # In the width of the output, and other numbers for other inputs.
         return x.sum(-1, keepdims=True) + mx.arange(weight.shape[0]) if is_matrix else x
 
-    def layer(i: int, *args: Any, **kwargs: Any) -> Any:
-        if i != len(trace.given):
+    def _layer(self, i: int, *args: Any, **kwargs: Any) -> Any:
+        if i != len(self.trace.given):
             raise CannotBeCutError("its layers are not called once each, in order")
-        x, hidden = first_argument(*args, **kwargs), layouts.get(CarriedSource("output", i))
+        x = first_argument(*args, **kwargs)
+        hidden = self.layouts.get(CarriedSource("output", i))
         if not isinstance(x, mx.array) or hidden is None or x.shape != hidden.shape(*_SIZE):
             raise CannotBeCutError("its layers take more than one array of hidden states")
-        given, own = {}, None
-        for path, leaf in tree_flatten((args, kwargs)):
-            number = next((k for k, cache in enumerate(caches) if cache is leaf), None)
-            if number is not None:
-                given[path] = CarriedSource("cache", owners.setdefault(number, i))
-                own = number if owners[number] == i else None
-            else:
-                given[path] = drawn.get(_key(leaf), leaf)
-        trace.given.append(given)
-        trace.caches.append(own)
+        self._record(i, tree_flatten((args, kwargs)))
         parts = count()
+        return tree_map(lambda _: self._draw(i, next(parts)), self.returned[i])
 
-        def draw(_: Any) -> mx.array:
-            part = next(parts)
-            source = CarriedSource("output", i, part)
-            # The last layer's hidden states are the same for each seed.
-            is_last = source == CarriedSource("output", len(returned) - 1)
-            number = 0 if is_last else 1000 * (1000 * seeds[1] + i) + part + 1
-            array = _drawn(number, layouts[source].shape(*_SIZE) if source in layouts else ())
-            drawn[_key(array)] = source
-            return array
+    def _record(self, i: int, arguments: Sequence[tuple[str, Any]]) -> None:
+        """Note what a layer is given, by path, and the cache to which it alone adds."""
+        given: dict[str, Any] = {}
+        own = None
+        for path, leaf in arguments:
+            number = next((k for k, cache in enumerate(self.caches) if cache is leaf), None)
+            if number is None:
+                given[path] = self.drawn.get(_key(leaf), leaf)
+                continue
+            owner = self.owners.setdefault(number, i)
+            given[path] = CarriedSource("cache", owner)
+            own = number if owner == i else None
+        self.trace.given.append(given)
+        self.trace.caches.append(own)
 
-        return tree_map(draw, returned[i])
+    def _draw(self, i: int, part: int) -> mx.array:
+        """Return an array in the place of one that a layer returns."""
+        source = CarriedSource("output", i, part)
+        # The last layer's hidden states are the same for each seed.
+        is_last = source == CarriedSource("output", len(self.returned) - 1)
+        number = 0 if is_last else 1000 * (1000 * self.seeds[1] + i) + part + 1
+        layout = self.layouts.get(source)
+        array = _drawn(number, () if layout is None else layout.shape(*_SIZE))
+        self.drawn[_key(array)] = source
+        return array
 
-    own = with_layers(body, layers_name, layer)
-    for name, child in with_weights(body, layers_name).items():
-        if hasattr(child, "as_linear"):
-            part = InPlaceOf(child, partial(embed, name), as_linear=partial(tied, name))
-        else:
-            part = InPlaceOf(child, partial(call, name, without_adapters(child).get("weight")))
-        own = with_part(own, name, part)
-    try:
-        trace.result = own(tokens, cache=[*caches])
-    except FAULTS as error:
-        if trace.given:
-            reason = f"its layers pass on more than hidden states ({error})"
-            raise CannotBeCutError(reason) from None
-    if not trace.given:
-        raise CannotBeCutError("it does not call its layers one by one")
-    if not trace.embedding:
-        raise CannotBeCutError("its embedding does not take tokens")
-    return trace
+    @property
+    def _vocabulary(self) -> int:
+        names = embeddings(self.body)
+        return int(without_adapters(self.body[names[0]]).weight.shape[0])
 
 
 def _calls(

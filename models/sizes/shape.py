@@ -14,6 +14,8 @@ from shardmlx.models.sizes.config_reader import AGAIN, Config
 from shardmlx.models.sizes.layer_kinds import no_windows
 from shardmlx.models.sizes.layer_shape import LayerShape
 
+Sides = tuple[int, ...]
+
 
 class Names(NamedTuple):
     """Prefix of the names of layers, and paths of embedding, final norm and lm_head."""

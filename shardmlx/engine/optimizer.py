@@ -118,7 +118,7 @@ class Updater:
                     old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
         # One kind of array after the other: in one graph the temporaries of all would exist
-        # together. Those of small pieces may, which spares a fast device two waits for the host.
+        # together. Temporaries of small pieces may: a fast device then waits less for the host.
         for piece, is_small in self._pieces:
             mine = [name for name in piece if name in updated]
             compute = begin if is_small else mx.eval
