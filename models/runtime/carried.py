@@ -13,8 +13,9 @@ zero before its array is made; after the last layer that takes it, it may have a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -167,26 +168,7 @@ class Carrier:
     def call(self, i: int, layer: nn.Module, given: Any, kept: Kept, x: mx.array) -> mx.array:
         """Return the output of layer ``i``, of its input: both with all they carry."""
         own: list[Shared] = []
-
-        def fill(path: str, argument: Any) -> Any:
-            source = self._takes[i].get(path)
-            if source is None or (source == CarriedSource("cache", i) and i not in self._donors):
-                return argument
-            if source == CarriedSource("cache", i):
-                own.append(Shared(argument))
-                return own[0]
-            if source.kind == "position":
-                return kept[source.layer].start if source.layer in kept else 0
-            if source.kind == "added" and source.layer in kept:
-                return kept[source.layer].fetched[int(source.part)]
-            if source.kind != "cache":
-                return self._taken(source, x)
-            pair = _arrays(source, i)
-            return (
-                Shared(None, *(self._taken(e, x) for e in pair)) if argument is None else argument
-            )
-
-        args, how = tree_map_with_path(fill, given)
+        args, how = tree_map_with_path(partial(self._argument, i, kept, own, x), given)
         leaves = [leaf for _, leaf in tree_flatten(layer(*args, **how))]
         arrays = {HIDDEN: leaves[0]}
         for source in self._places:
@@ -197,6 +179,29 @@ class Carrier:
             kept[i] = own[0]
         return self._with(x, arrays)
 
+    def _argument(
+        self, i: int, kept: Kept, own: list[Shared], x: mx.array, path: str, argument: Any
+    ) -> Any:
+        """Return what layer ``i`` takes at the path of an argument that the body has for it; its
+        cache, if layers take from it, is put into ``own``."""
+        source = self._takes[i].get(path)
+        if source is None:
+            return argument
+        if source == CarriedSource("cache", i):
+            if i not in self._donors:
+                return argument
+            own.append(Shared(argument))
+            return own[0]
+        if source.kind == "position":
+            return kept[source.layer].start if source.layer in kept else 0
+        if source.kind == "added" and source.layer in kept:
+            return kept[source.layer].fetched[int(source.part)]
+        if source.kind != "cache":
+            return self._taken(source, x)
+        if argument is not None:
+            return argument
+        return Shared(None, *(self._taken(each, x) for each in _arrays(source, i)))
+
     def _taken(self, source: CarriedSource, x: mx.array) -> mx.array:
         place, layout = self._places[source], self._layouts[source]
         # A copy, since a view would hold all that is carried for the gradient.
@@ -204,17 +209,14 @@ class Carrier:
 
     def _with(self, x: mx.array, arrays: Mapping[CarriedSource, mx.array]) -> mx.array:
         """Return ``x`` (rows, T, width) with other arrays in some of the places."""
-
-        def parts() -> Iterator[mx.array]:
-            end = 0
-            for source in sorted(arrays, key=lambda source: self._places[source]):
-                place, layout = self._places[source], self._layouts[source]
-                yield x[..., end:place]
-                yield layout.flat(arrays[source])
-                end = place + layout.size
-            yield x[..., end:]
-
-        return mx.concatenate([each for each in parts() if each.shape[-1]], axis=-1)
+        parts: list[mx.array] = []
+        end = 0
+        for source in sorted(arrays, key=lambda source: self._places[source]):
+            place, layout = self._places[source], self._layouts[source]
+            parts += [x[..., end:place], layout.flat(arrays[source])]
+            end = place + layout.size
+        parts.append(x[..., end:])
+        return mx.concatenate([each for each in parts if each.shape[-1]], axis=-1)
 
 
 class HiddenStates(Carrier):

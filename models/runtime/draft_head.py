@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from shardmlx.models.family import HeadNames
+from shardmlx.models.runtime.loaded import derived
 from shardmlx.models.runtime.slice import Slice
 
 ONE_LAYER: Mapping[str, Any] = MappingProxyType(
@@ -48,23 +49,29 @@ def head_weights(weights: Mapping[str, mx.array], names: HeadNames) -> dict[str,
     return own
 
 
+class _OneLayer:
+    """A model of one layer with the modules of a head, of which ``names`` are the stored names."""
+
+    names: HeadNames
+
+    def __init__(self, args: Any) -> None:
+        family: Any = super()
+        family.__init__(args)
+        width = args.hidden_size
+        self.token_norm = nn.RMSNorm(width, args.rms_norm_eps)
+        self.state_norm = nn.RMSNorm(width, args.rms_norm_eps)
+        self.projection = nn.Linear(2 * width, width, bias=False)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights of the head, as the family's code changes them."""
+        family: Any = super()
+        sanitized: dict[str, mx.array] = family.sanitize(head_weights(weights, self.names))
+        return sanitized
+
+
 def head_class(kind: Any, names: HeadNames) -> Any:
     """Return mlx-lm's class of a family, ``kind``, for the head of a model."""
-
-    class Model(kind):
-        def __init__(self, args: Any) -> None:
-            super().__init__(args)
-            width, eps = args.hidden_size, args.rms_norm_eps
-            self.token_norm = nn.RMSNorm(width, eps)
-            self.state_norm = nn.RMSNorm(width, eps)
-            self.projection = nn.Linear(2 * width, width, bias=False)
-
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            sanitized: dict[str, mx.array] = super().sanitize(head_weights(weights, names))
-            return sanitized
-
-    Model.__module__ = kind.__module__
-    return Model
+    return derived(_OneLayer, kind, names=names)
 
 
 class DraftHead:

@@ -83,16 +83,15 @@ class KeyedExperts(SwitchGLU):
         order = mx.argsort(indices.flatten())
         experts = indices.flatten()[order]
 
-        def project(name: str, x: mx.array) -> mx.array:
-            dropout = self[name].get("dropout")
+        projections = [self[name] for name in ("up_proj", "gate_proj", "down_proj")]
+        for each in projections:
+            dropout = each.get("dropout")
             if isinstance(dropout, KeyedDropout) and dropout.training:
                 dropout.set_order(indices.shape, order)
-            out: mx.array = self[name](x, experts, sorted_indices=True)
-            return out
-
+        up, gate, down = (partial(each, sorted_indices=True) for each in projections)
         x = x.flatten(0, 1)[order // indices.shape[-1]][:, None, :]
-        x = self.activation(project("up_proj", x), project("gate_proj", x))
-        x = project("down_proj", x)[mx.argsort(order)]
+        x = self.activation(up(x, experts), gate(x, experts))
+        x = down(x, experts)[mx.argsort(order)]
         return x.reshape(*indices.shape, -1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,39 +17,54 @@ from shardmlx.compat import model_classes
 from shardmlx.errors import FAULTS, one_line
 
 
+def derived(base: type, kind: Any, **attributes: Any) -> Any:
+    """Return mlx-lm's class ``kind`` of a model with the methods of ``base`` over its own."""
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, **attributes})
+
+
+class _WithoutSpareHead:
+    """A model that passes over an lm_head for which it has no module."""
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights as the family's code changes them, without such a head."""
+        model: Any = self
+        family: Any = super()
+        if hasattr(family, "sanitize"):
+            weights = family.sanitize(weights)
+        if any("lm_head" in name for name, _ in model.named_modules()):
+            return weights
+        return {name: each for name, each in weights.items() if "lm_head." not in name}
+
+
 def without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return mlx-lm's classes, but no lm_head of tied embeddings, which some families refuse."""
     kind, args = model_classes(config)
     text = config.get("text_config") or {}
     if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
         return kind, args
+    return derived(_WithoutSpareHead, kind), args
 
-    class Model(kind):  # type: ignore[misc, valid-type]
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = super().sanitize(weights) if hasattr(kind, "sanitize") else weights
-            if any("lm_head" in name for name, _ in self.named_modules()):
-                return weights
-            return {name: each for name, each in weights.items() if "lm_head." not in name}
 
-    Model.__module__ = kind.__module__
-    return Model, args
+class _Compared:
+    """A model that takes no weights, and notes how they differ from its own in ``faults``."""
+
+    faults: list[tuple[str, str]]
+
+    def load_weights(self, weights: list[tuple[str, mx.array]], strict: bool) -> None:
+        """Compare names, shapes and types. All are noted, whether it is ``strict`` or not."""
+        model: Any = self
+        self.faults.extend(_differences(dict(tree_flatten(model.parameters())), dict(weights)))
+
+
+def _compared(faults: list[tuple[str, str]], config: dict[str, Any]) -> tuple[Any, Any]:
+    kind, args = without_spare_head(config)
+    return derived(_Compared, kind, faults=faults), args
 
 
 def faults_of_tensors(config: Mapping[str, Any], head: bytes, nbytes: int) -> list[tuple[str, str]]:
     """Return what mlx-lm would refuse of a file with this ``head``, and so many bytes after it:
     each tensor by the name under which it is loaded, with its fault."""
     faults: list[tuple[str, str]] = []
-
-    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
-        kind, args = without_spare_head(config)
-
-        class Model(kind):  # type: ignore[misc, valid-type]
-            def load_weights(self, weights: list[tuple[str, mx.array]], strict: bool) -> None:
-                faults.extend(_differences(dict(tree_flatten(self.parameters())), dict(weights)))
-
-        Model.__module__ = kind.__module__
-        return Model, args
-
     with TemporaryDirectory() as directory:
         path = Path(directory)
         (path / "config.json").write_text(json.dumps(config))
@@ -56,7 +72,7 @@ def faults_of_tensors(config: Mapping[str, Any], head: bytes, nbytes: int) -> li
             file.write(head)
             file.truncate(len(head) + nbytes)
         try:
-            load_model(path, lazy=True, get_model_classes=classes)
+            load_model(path, lazy=True, get_model_classes=partial(_compared, faults))
         except KeyError as error:  # mlx-lm cuts or joins this tensor as it loads
             faults.append((one_line(error), "is missing"))
         except FAULTS as error:

@@ -140,21 +140,21 @@ def _heads_of(top: nn.Module, body_name: str) -> list[str]:
     the embedding."""
     called: list[str] = []
     states = mx.zeros((1, 1, width_of(top[body_name][embeddings(top[body_name])[0]])))
-
-    def call(name: str, x: mx.array) -> mx.array:
-        called.append(name)
-        head, training = top[name], top[name].training
-        head.eval()  # dropout has no key yet
-        out: mx.array = head(x)
-        head.train(training)
-        return out
-
     own = with_part(top, body_name, InPlaceOf(top[body_name], lambda *args, **kwargs: states))
     for name in with_weights(top, body_name):
         if "." not in name:
-            own[name] = InPlaceOf(top[name], partial(call, name))
+            own[name] = InPlaceOf(top[name], partial(_call_head, called, name, top[name]))
     own(mx.zeros((1, 1), mx.int32))
     return called
+
+
+def _call_head(called: list[str], name: str, head: nn.Module, x: mx.array) -> mx.array:
+    called.append(name)
+    training = head.training
+    head.eval()  # dropout has no key yet
+    out: mx.array = head(x)
+    head.train(training)
+    return out
 
 
 def _path_of_layers(model: nn.Module) -> str:

@@ -41,22 +41,22 @@ def ropes_of(attention: nn.Module) -> list[tuple[nn.Module, str]]:
 @contextmanager
 def rotating(ropes: Sequence[tuple[nn.Module, str]], positions: mx.array) -> Iterator[None]:
     """Rotate the tokens (1, ..., T, D) of a row by their ``positions`` (T,), in this context."""
-
-    def rotate(rope: Any, x: mx.array, *_: Any, **__: Any) -> mx.array:
-        # Treat each position as if it were a sequence of one token, after so many others.
-        apart = x.moveaxis(-2, 0)
-        rotated = rope(apart.reshape(len(positions), -1, 1, x.shape[-1]), offset=positions)
-        back: mx.array = rotated.reshape(apart.shape).moveaxis(0, -2)
-        return back
-
     before = [module[name] for module, name in ropes]
     for (module, name), rope in zip(ropes, before, strict=True):
-        module[name] = InPlaceOf(rope, partial(rotate, rope))
+        module[name] = InPlaceOf(rope, partial(_rotate, rope, positions))
     try:
         yield
     finally:
         for (module, name), rope in zip(ropes, before, strict=True):
             module[name] = rope
+
+
+def _rotate(rope: Any, positions: mx.array, x: mx.array, *_: Any, **__: Any) -> mx.array:
+    # Treat each position as if it were a sequence of one token, after so many others.
+    apart = x.moveaxis(-2, 0)
+    rotated = rope(apart.reshape(len(positions), -1, 1, x.shape[-1]), offset=positions)
+    back: mx.array = rotated.reshape(apart.shape).moveaxis(0, -2)
+    return back
 
 
 def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:

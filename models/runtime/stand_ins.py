@@ -124,16 +124,6 @@ class Trace:
     result: Any = None
 
 
-@dataclass
-class _Calls:
-    """A record of calls of real layers, of which only shapes matter."""
-
-    returned: list[Any] = field(default_factory=list)
-    arrays: dict[CarriedSource, mx.array] = field(default_factory=dict)
-    aliases: dict[CarriedSource, CarriedSource] = field(default_factory=dict)
-    """Keys, values and positions among what a layer returns."""
-
-
 def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[Trace, Carrier]:
     """Return what the code of a ``body`` does, and what its layers pass on. Raises
     ``CannotBeCutError``."""
@@ -143,7 +133,7 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
         reason = str(error)
     try:
         sizes = (_SIZE, _LARGER)
-        calls, others = (_calls(body, layers_name, deepcopy([*caches]), size) for size in sizes)
+        calls, others = (_Calls(body, layers_name, deepcopy([*caches]), size) for size in sizes)
     except FAULTS:
         raise CannotBeCutError(reason) from None
     layouts: dict[CarriedSource, Layout] = {}
@@ -304,45 +294,60 @@ class _TracedBody:
         return int(without_adapters(self.body[names[0]]).weight.shape[0])
 
 
-def _calls(
-    body: nn.Module, layers_name: str, caches: Sequence[Any], size: tuple[int, int]
-) -> _Calls:
-    """Run the code of a body and of its layers on a batch of this size, lazily."""
-    calls, owners, layers = _Calls(), dict[int, int](), at(body, layers_name)
-    recorded = {id(cache): Shared(cache) for cache in caches if hasattr(cache, "offset")}
+class _Calls:
+    """Calls of the real layers of a body, lazily, on a batch of this size: of what they return only
+    shapes matter."""
 
-    def layer(i: int, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    def __init__(
+        self, body: nn.Module, layers_name: str, caches: Sequence[Any], size: tuple[int, int]
+    ) -> None:
+        self.returned: list[Any] = []
+        self.arrays: dict[CarriedSource, mx.array] = {}
+        self.aliases: dict[CarriedSource, CarriedSource] = {}
+        """Keys, values and positions among what a layer returns."""
+        self._layers = at(body, layers_name)
+        self._recorded = {id(each): Shared(each) for each in caches if hasattr(each, "offset")}
+        self._owners: dict[int, int] = {}
+        """The first layer that took an object, by its id."""
+        own = with_layers(body, layers_name, self._layer)
+        own(mx.zeros(size, mx.int32), cache=[*caches])
+
+    def _layer(self, i: int, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         _check_unshared(each for each in (*args, *kwargs.values()) if isinstance(each, dict))
-        found = []
-
-        def call(x: mx.array) -> mx.array:
-            own, named = tree_map(lambda leaf: recorded.get(id(leaf), leaf), (args, kwargs))
-            found.append(layers[i](x, *own, **named))
-            return x
-
+        found: list[Any] = []
         # A compiled call is traced, and may not read a number.
-        mx.compile(call)(x)
+        mx.compile(partial(self._call, i, found, (args, kwargs)))(x)
         returned = [leaf for _, leaf in tree_flatten(found[0])]
         _check_unshared(each for each in returned if not isinstance(each, mx.array))
         for path, leaf in tree_flatten(((x, *args), kwargs)):
-            owners.setdefault(id(leaf), i)
+            self._owners.setdefault(id(leaf), i)
             if isinstance(leaf, mx.array):
-                calls.arrays[CarriedSource("before", i, path)] = leaf
+                self.arrays[CarriedSource("before", i, path)] = leaf
+        self._take(i, returned)
+        self.returned.append(tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), found[0]))
+        return self.returned[-1]
+
+    def _call(self, i: int, found: list[Any], given: tuple[Any, Any], x: mx.array) -> mx.array:
+        args, kwargs = tree_map(lambda leaf: self._recorded.get(id(leaf), leaf), given)
+        found.append(self._layers[i](x, *args, **kwargs))
+        return x
+
+    def _take(self, i: int, returned: Sequence[mx.array]) -> None:
+        """Note what layer ``i`` has added to its caches, and what it returned."""
         fetched: dict[int, CarriedSource] = {}
-        for cache in (cache for key, cache in recorded.items() if owners.get(key) == i):
-            for part in range(len(cache.added)):
-                calls.arrays[CarriedSource("added", i, part)] = cache.added[part]
-                fetched[id(cache.fetched[part])] = CarriedSource("added", i, part)
+        for key, cache in self._recorded.items():
+            if self._owners.get(key) != i:
+                continue
+            for part, added in enumerate(cache.added):
+                source = CarriedSource("added", i, part)
+                self.arrays[source] = added
+                fetched[id(cache.fetched[part])] = source
         for part, leaf in enumerate(returned):
             source = CarriedSource("output", i, part)
-            calls.arrays[source] = leaf
+            self.arrays[source] = leaf
             alias = fetched.get(id(leaf)) if leaf.ndim else CarriedSource("position", i)
-            calls.aliases |= {source: alias} if alias else {}
-        calls.returned.append(tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), found[0]))
-        return calls.returned[-1]
-
-    with_layers(body, layers_name, layer)(mx.zeros(size, mx.int32), cache=[*caches])
-    return calls
+            if alias is not None:
+                self.aliases[source] = alias
 
 
 def _check_unshared(objects: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from shardmlx.errors import UserError
@@ -169,10 +170,7 @@ def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
     """
     if (factor := scaling["factor"]) <= 1:
         return {}
-
-    def weight(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1
-
+    weight = partial(_weight_of_yarn, factor)
     above, below = scaling.get("mscale", 1), scaling.get("mscale_all_dim", 0)
     ratio = weight(above) / weight(below)
     both = scaling.get("mscale") and below
@@ -180,6 +178,10 @@ def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
     if math.isclose(wanted, ratio):
         return {}
     return {"mscale": (wanted * weight(below) - 1) / (0.1 * math.log(factor))}
+
+
+def _weight_of_yarn(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1
 
 
 def _refused(problem: str, remedy: str) -> UserError:

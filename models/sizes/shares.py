@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -95,11 +96,7 @@ class TensorShares:
                 f"it has fewer heads of keys and values than ranks: {heads.keys}{together}"
             )
         first, last = (unit * each for each in self.bounds(heads.keys // unit, rank))
-
-        def cut(size: int) -> Cut:
-            each = size // heads.keys
-            return Cut(((first * each, last * each),), size)
-
+        cut = partial(_cut_by_heads, heads.keys, (first, last))
         queries, keys = heads.queries * heads.key_dim, heads.keys * heads.key_dim
         outputs, held = heads.queries * heads.value_dim, heads.keys * heads.value_dim
         if values.inputs != outputs:
@@ -248,3 +245,9 @@ def _last_matrices(layer: LayerShape) -> tuple[str, list[str]]:
     if len(blocks) != 1 or (len(products) > 1 and norms):
         raise ValueError(f"a layer has {len(products)} MLPs")
     return values[0], products
+
+
+def _cut_by_heads(count: int, own: tuple[int, int], size: int) -> Cut:
+    """Return the cut of a side of so many heads together, of which a rank has its ``own``."""
+    each = size // count
+    return Cut(((own[0] * each, own[1] * each),), size)
