@@ -60,6 +60,8 @@ class Family:
     """Fields that the text model takes from the outer config.json, over its own."""
 
     def layers(self, config: Config) -> Sequence[LayerShape]:
+        """Return the sizes of each layer; layers with one window are the same object. Raises
+        ``UserError`` for an impossible field of ``config``."""
         windows = self.windows(config)
         kinds = {window: self._layer(config, window) for window in {*windows}}
         return [kinds[window] for window in windows]

@@ -45,6 +45,7 @@ def exponential(x: mx.array) -> mx.array:
 
 
 def sigmoid(x: mx.array) -> mx.array:
+    """Return 1 / (1 + exp(-x)), to 1e-6."""
     return 1 / (1 + exponential(-x))
 
 

@@ -33,6 +33,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """The elements of a token."""
         return math.prod(self.sides)
 
     def shape(self, rows: int, tokens: int) -> tuple[int, ...]:
@@ -62,6 +63,7 @@ class CarriedSource(NamedTuple):
 
     @property
     def made(self) -> int:
+        """The number of the layer that makes the array; -1 for one from before the layers."""
         return -1 if self.kind == "before" else self.layer
 
 
@@ -80,15 +82,18 @@ class Shared:
 
     @property
     def offset(self) -> Any:
+        """The tokens in the real cache; 0 without one."""
         return getattr(self._cache, "offset", 0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        """Add keys and values (rows, heads, T, D) to the real cache, if any; return all."""
         self.added = self.fetched = keys, values
         if self._cache is not None:
             self.fetched = self._cache.update_and_fetch(keys, values)
         return self.fetched
 
     def keys_and_values(self) -> Sequence[mx.array]:
+        """The keys and values that the last update returned."""
         return self.fetched
 
     def __getattr__(self, name: str) -> Any:
@@ -224,17 +229,21 @@ class HiddenStates(Carrier):
     takes hardly longer than the Python code of its layers."""
 
     def begin(self, given: Sequence[tuple[Any, Any]]) -> mx.array:
+        """Return the first layer's hidden states, of the arguments that the body has for it."""
         args, how = given[0]
         hidden: mx.array = first_argument(*args, **how)
         return hidden
 
     def states(self, x: mx.array) -> mx.array:
+        """Return ``x``, which is hidden states alone."""
         return x
 
     def output(self, i: int, states: mx.array) -> Any:
+        """Return the hidden states: a layer returns nothing else."""
         return states
 
     def call(self, i: int, layer: nn.Module, given: Any, kept: Kept, x: mx.array) -> mx.array:
+        """Return the output of layer ``i`` of ``x``, which takes its first argument's place."""
         args, how = given
         if args:
             out: mx.array = layer(x, *args[1:], **how)
@@ -244,6 +253,7 @@ class HiddenStates(Carrier):
 
 
 def first_argument(*args: Any, **kwargs: Any) -> Any:
+    """Return the first argument of a call, by place or else by name."""
     return args[0] if args else next(iter(kwargs.values()))
 
 

@@ -86,6 +86,7 @@ class DraftHead:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the head's own arrays, without embedding and lm_head."""
         return sum(array.nbytes for _, array in tree_flatten(self._model.parameters()))
 
     def beside(self, part: Slice) -> None:

@@ -58,16 +58,19 @@ class Parts(NamedTuple):
 
     @property
     def layers(self) -> list[nn.Module]:
+        """The modules of the layers, in order."""
         layers: list[nn.Module] = at(self.body, self.layers_name)
         return layers
 
     @property
     def embedding(self) -> nn.Module:
+        """The module of the embedding, quantised or not."""
         embedding: nn.Module = self.body[self.embedding_name]
         return embedding
 
     @property
     def vocabulary(self) -> int:
+        """The rows of the embedding."""
         return int(without_adapters(self.embedding).weight.shape[0])
 
     @property

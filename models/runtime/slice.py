@@ -44,10 +44,12 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
+        """The number of rows or columns in the ranges."""
         return sum(stop - start for start, stop in self.ranges)
 
     @property
     def everything(self) -> Piece:
+        """The same axis with all its rows or columns."""
         return self._replace(ranges=((0, self.whole),))
 
     def common(self, other: Piece) -> list[tuple[slice, slice]]:
@@ -65,6 +67,7 @@ class Piece(NamedTuple):
         return found
 
     def meets(self, other: Piece) -> bool:
+        """Return whether both have an element of the array: along different axes they always do."""
         return other.axis != self.axis or bool(self.common(other))
 
     def put(self, piece: mx.array, other: Piece, target: mx.array | None = None) -> mx.array:
@@ -157,6 +160,7 @@ class Slice:
         return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
 
     def name_of(self, group: int) -> str:
+        """Return the name of a group of weights: the embedding, a layer, or the lm_head."""
         if group == 0:
             return "the embedding"
         return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
@@ -194,6 +198,7 @@ class Slice:
         return at(self._parts[prefix], path), leaf
 
     def parameters(self) -> dict[str, mx.array]:
+        """Return the trainable arrays by their names in the model."""
         return {name: self[name] for name in self._slots}
 
     def __contains__(self, name: str) -> bool:
@@ -214,6 +219,7 @@ class Slice:
         return any(module.training for module in self._parts.values())
 
     def train(self, mode: bool = True) -> None:
+        """Turn dropout on or off in all modules of the slice."""
         for module in self._parts.values():
             module.train(mode)
 
@@ -229,11 +235,13 @@ class Slice:
 
     @property
     def drops(self) -> bool:
+        """True if a dropout of the slice is active."""
         dropouts = [*chain(*self._dropouts), *self._embedding_dropouts, *self._head_dropouts]
         return any(dropout.training for dropout in dropouts)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the trainable arrays."""
         return sum(array.nbytes for array in self.parameters().values())
 
     def load(self) -> None:
@@ -296,6 +304,7 @@ class Slice:
         return self(tokens, visit=lambda i, call, x: x, **how)
 
     def norm(self, x: mx.array) -> mx.array:
+        """Return the final norm of hidden states (rows, T, D). Only the last slice has it."""
         return self._decoder.norm(x)
 
     def logits(

@@ -54,6 +54,7 @@ class InPlaceOf:
 
 
 def at(model: Any, path: str) -> Any:
+    """Return what a model has at a path with dots: a number is a place in a list."""
     for name in path.split(".") if path else ():
         model = model[int(name)] if isinstance(model, list) else model[name]
     return model
@@ -75,6 +76,7 @@ def with_layers(body: nn.Module, layers_name: str, layer: Callable[..., mx.array
 
 
 def embeddings(part: Any) -> list[str]:
+    """Return the names of the embeddings among a module's children."""
     items = part.items() if isinstance(part, nn.Module) else ()
     return [name for name, child in items if hasattr(child, "as_linear")]
 
@@ -95,10 +97,12 @@ def with_weights(module: nn.Module, but: str) -> dict[str, nn.Module]:
 
 
 def without_adapters(module: Any) -> Any:
+    """Return the module that an adapter of mlx-lm's wraps, or the module itself."""
     return getattr(module, "embedding", getattr(module, "linear", module))
 
 
 def width_of(embedding: Any) -> int:
+    """Return the size of an embedded token, also of a packed embedding."""
     embedding = without_adapters(embedding)
     dims = getattr(embedding, "dims", None)
     return int(embedding.weight.shape[-1] if dims is None else dims)

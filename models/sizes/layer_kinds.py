@@ -15,6 +15,7 @@ Windows = Sequence[int | None]
 
 
 def no_windows(config: Config) -> Windows:
+    """Return full attention for every layer."""
     return _windows(config, [FULL])
 
 

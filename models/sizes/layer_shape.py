@@ -66,10 +66,12 @@ class Linear(NamedTuple):
 
     @property
     def copies(self) -> int:
+        """The number of matrices: one, or one an expert."""
         return max(1, self.experts)
 
     @property
     def parameters(self) -> int:
+        """The number of elements of all copies, with their biases."""
         return self.copies * self.outputs * (self.inputs + self.bias)
 
 
@@ -83,6 +85,7 @@ class Norm(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, ...]:
+        """The shape of the weight."""
         return (self.heads, self.size) if self.heads else (self.size,)
 
 
@@ -121,6 +124,7 @@ class Recurrence(NamedTuple):
     loops: bool = False
 
     def cache_nbytes(self, dtype_bytes: int) -> int:
+        """Return the bytes that a cache keeps of a sequence, with elements of this size."""
         return dtype_bytes * self.cached + 4 * self.wide
 
 
@@ -178,10 +182,12 @@ class LayerShape:
 
     @property
     def experts(self) -> int:
+        """The number of experts; 0 for a layer without them."""
         return 0 if self._expert is None else self._expert.experts
 
     @property
     def experts_per_token(self) -> int:
+        """The experts that a token passes through; 0 for a layer without them."""
         return 0 if self._expert is None else self._expert.uses
 
     @cached_property
@@ -196,6 +202,7 @@ class LayerShape:
 
     @cached_property
     def parameters(self) -> int:
+        """The number of elements of all arrays of the layer."""
         linears = sum(each.parameters for _, each in self.linears)
         norms = sum(math.prod(norm.sides) * (1 + norm.bias) for _, norm in self.norms)
         return linears + norms + sum(math.prod(sides) for _, sides in self.arrays)

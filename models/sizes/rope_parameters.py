@@ -104,6 +104,7 @@ def tells_layers_apart(fields: Mapping[str, Any]) -> bool:
 
 
 def type_of(rope: Mapping[str, Any]) -> str:
+    """Return the type of a rotary embedding by either of its names in config.json."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 

@@ -146,6 +146,7 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
+        """The number of decoder layers."""
         return len(self.pattern)
 
     @property
@@ -163,6 +164,7 @@ class ModelShape:
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 
     def layer(self, index: int) -> LayerShape:
+        """Return the sizes of the layer with this number, from 0."""
         return self.kinds[self.pattern[index]]
 
     def share(self, index: int, length: int) -> float:
@@ -184,6 +186,7 @@ class ModelShape:
         return norm + after + (0 if self.tied else head)
 
     def parameters(self) -> int:
+        """Return the number of parameters of the whole model; a tied lm_head counts once."""
         layers = sum(self.kinds[kind].parameters for kind in self.pattern)
         return layers + self._outside()
 

@@ -41,6 +41,7 @@ class Cut:
 
     @property
     def size(self) -> int:
+        """The number of heads, columns or experts in the ranges."""
         return sum(stop - start for start, stop in self.ranges)
 
     def axis(self, sides: int, leaf: str) -> int:
@@ -65,6 +66,7 @@ class TensorShares:
 
     @property
     def size(self) -> int:
+        """The number of ranks that compute a layer together."""
         return len(self.weights)
 
     def bounds(self, units: int, rank: int) -> tuple[int, int]:

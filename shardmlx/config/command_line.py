@@ -62,9 +62,11 @@ class CommandParser(argparse.ArgumentParser):
     examples: tuple[str, ...] = ()
 
     def format_help(self) -> str:
+        """Return argparse's help, with the examples below it."""
         return "\n  ".join([f"{super().format_help()}\nexamples:", *self.examples]) + "\n"
 
     def error(self, message: str) -> NoReturn:
+        """Raise ``UserError`` with what argparse found wrong."""
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
 
 

@@ -138,6 +138,7 @@ class Experts:
 
 
 def part_name(path: str, number: int) -> str:
+    """Return the name of one expert's matrix in a stack: ``PATH[NUMBER]``."""
     return f"{path}[{number}]"
 
 

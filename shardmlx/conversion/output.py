@@ -111,6 +111,7 @@ class OutputDirectory:
             raise self.not_written(error, sum(map(len, texts.values()))) from None
 
     def not_written(self, error: OSError, nbytes: int) -> UserError:
+        """Return the error for a file of so many bytes that could not be written."""
         return UserError(
             f"-o {self.path}: {why_not_written(error, self.path, nbytes)}, and give the same "
             "command again: it goes on where it was"

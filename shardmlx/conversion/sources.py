@@ -88,6 +88,7 @@ class OnHub(Source):
             self._copy.empty()
 
     def close(self) -> None:
+        """Remove the copy, if one was made."""
         self._copy.close()
 
 
@@ -108,6 +109,7 @@ def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source
 
 
 def in_directory(path: Path, repository: str | None = None) -> Source:
+    """Return the model in a directory, a copy of a ``repository`` or not. Raises ``UserError``."""
     files = sorted({file.name for file in check_model_files(path).values()})
     return Source(path, fingerprint(path, files), repository)
 

@@ -88,6 +88,7 @@ class Repository:
         self.paths = {}
 
     def where(self, file: str) -> str:
+        """Return how messages name a file of the repository."""
         return f"{self.name}/{file}"
 
     def read(self, file: str) -> bytes:
@@ -110,6 +111,7 @@ class Repository:
             return Path(hf_hub_download(self.name, file, revision=self._asked))
 
     def headers(self, files: Sequence[str]) -> Iterable[Header | UserError]:
+        """Return the header of each file, or why it cannot be read, over several connections."""
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             return list(pool.map(self._header, files))
 

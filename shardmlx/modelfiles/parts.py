@@ -59,14 +59,17 @@ class Part:
 
     @cached_property
     def parameters(self) -> int:
+        """The number of elements in the tensors, before they were packed."""
         return sum(tensor.parameters for tensor in self.tensors)
 
     @cached_property
     def nbytes(self) -> int:
+        """The bytes that the tensors take in their files."""
         return sum(tensor.place.nbytes for tensor in self.tensors)
 
     @cached_property
     def files(self) -> tuple[str, ...]:
+        """The names of the files that have the tensors, in order."""
         return tuple(sorted({t.place.file for t in self.tensors if t.place.file}))
 
     @cached_property
@@ -116,6 +119,7 @@ class Inspection:
 
     @cached_property
     def whole(self) -> Part:
+        """The tensors of all layers, of both ends and of what belongs to neither."""
         return Part((*self.stage(0, len(self.layers)).tensors, *self.other.tensors))
 
     @cached_property

@@ -79,9 +79,11 @@ class PlacedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes that are taken."""
         return -(-(self.end - self.start) // self.stride) * self.run
 
     def pieces(self, read: ReadBytes) -> Iterator[bytes]:
+        """Yield the bytes in pieces, of each stride its run. Raises what ``read`` raises."""
         step = max(1, _PIECE // self.stride) * self.stride
         for start in range(self.start, self.end, step):
             piece = read(self.file, start, min(step, self.end - start))

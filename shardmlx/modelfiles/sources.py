@@ -40,6 +40,7 @@ class Directory:
         return str(self.path / file)
 
     def read(self, file: str) -> bytes:
+        """Return the content of a file of the directory. Raises ``UserError``."""
         with file_access("read", self.where(file)):
             return (self.path / file).read_bytes()
 
