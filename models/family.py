@@ -67,8 +67,10 @@ class Family:
         return [kinds[window] for window in windows]
 
     def _layer(self, config: Config, window: int | None) -> LayerShape:
-        hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-        width, mlp_bias = config.count("intermediate_size"), config.holds(self.mlp_bias)
+        hidden = config.count("hidden_size")
+        heads = config.count("num_attention_heads")
+        width = config.count("intermediate_size")
+        mlp_bias = config.holds(self.mlp_bias)
         if self.takes_head_dim and config.get("head_dim") is not None:
             dim = config.count("head_dim")
         else:
@@ -76,7 +78,9 @@ class Family:
         groups = heads
         if config.get("num_key_value_heads") is not None:
             groups //= config.share("num_attention_heads", "num_key_value_heads")
-        queries, keys, bias = heads * dim, groups * dim, config.holds(self.bias)
+        queries = heads * dim
+        keys = groups * dim
+        bias = config.holds(self.bias)
         output_bias = bias if self.output_bias is None else config.holds(self.output_bias)
         linears = {
             "self_attn.q_proj": Linear("attention", hidden, queries, bias),

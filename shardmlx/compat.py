@@ -237,7 +237,9 @@ def watch_loads() -> Iterator[Loaded]:
 
     # One thread at a time: the second would put back what the first has put in.
     with _WATCHING:
-        load, stack, seen = mx.load, mx.stack, Loaded()
+        load = mx.load
+        stack = mx.stack
+        seen = Loaded()
 
         def watched_load(*args: Any, **kwargs: Any) -> Any:
             loaded = load(*args, **kwargs)
@@ -255,7 +257,8 @@ def watch_loads() -> Iterator[Loaded]:
         try:
             yield seen
         finally:
-            mx.load, mx.stack = load, stack
+            mx.load = load
+            mx.stack = stack
 
 
 _EDGE = re.compile(r'"?([^"\s]+)"? -> "?([^"\s]+)"?')
@@ -321,10 +324,12 @@ def tokens_of_text(
     if backend is not None:
         encode = backend.encode_batch if with_ends else backend.encode_batch_fast
         (encoding,) = encode([text], add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets if with_ends else None
+        ids = encoding.ids
+        offsets = encoding.offsets if with_ends else None
     elif inner is not None and inner.is_fast:
         found = inner(text, add_special_tokens=False, return_offsets_mapping=with_ends)
-        ids, offsets = found["input_ids"], found["offset_mapping"] if with_ends else None
+        ids = found["input_ids"]
+        offsets = found["offset_mapping"] if with_ends else None
     else:
         return None
     if offsets is None:

@@ -78,7 +78,8 @@ class QueryChunk(NamedTuple):
         first = 0 if self.window is None else self.e - self.window  # that all queries see
         if b <= self.s and first <= a:
             return None
-        queries, keys = mx.arange(self.s, self.e)[:, None], mx.arange(a, b)
+        queries = mx.arange(self.s, self.e)[:, None]
+        keys = mx.arange(a, b)
         seen = queries >= keys
         return seen if self.window is None else seen & (keys > queries - self.window)
 
@@ -170,7 +171,8 @@ def _backward(
     (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
     inner = (out * gradient).astype(mx.float32).sum(axis=-1, keepdims=True) - of_sums
     of_q: list[mx.array] = []
-    of_k, of_v = k[:, :, :0], v[:, :, :0]
+    of_k = k[:, :, :0]
+    of_v = v[:, :, :0]
     for piece in pieces:
         mine, down = mx.depends([_flat(q, piece), _flat(gradient, piece)], [*of_q[-1:], of_k, of_v])
         parts = []

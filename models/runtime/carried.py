@@ -115,7 +115,9 @@ class Carrier:
         outputs: Sequence[Any],
         layouts: Mapping[CarriedSource, Layout],
     ) -> None:
-        self._takes, self._outputs, self._layouts = takes, outputs, layouts
+        self._takes = takes
+        self._outputs = outputs
+        self._layouts = layouts
         last: dict[CarriedSource, int] = {}
         for i, sources in enumerate(takes):
             for source in sources.values():
@@ -208,7 +210,8 @@ class Carrier:
         return Shared(None, *(self._taken(each, x) for each in _arrays(source, i)))
 
     def _taken(self, source: CarriedSource, x: mx.array) -> mx.array:
-        place, layout = self._places[source], self._layouts[source]
+        place = self._places[source]
+        layout = self._layouts[source]
         # A copy, since a view would hold all that is carried for the gradient.
         return mx.contiguous(layout.whole(x[..., place : place + layout.size]))
 
@@ -217,7 +220,8 @@ class Carrier:
         parts: list[mx.array] = []
         end = 0
         for source in sorted(arrays, key=lambda source: self._places[source]):
-            place, layout = self._places[source], self._layouts[source]
+            place = self._places[source]
+            layout = self._layouts[source]
             parts += [x[..., end:place], layout.flat(arrays[source])]
             end = place + layout.size
         parts.append(x[..., end:])

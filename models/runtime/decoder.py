@@ -74,7 +74,8 @@ class Decoder:
         self, model: nn.Module, start: int, stop: int, parts: Parts, *, fuses: bool = False
     ) -> None:
         self.parts = parts
-        self._start, self._stop = start, stop
+        self._start = start
+        self._stop = stop
         self.layers: list[nn.Module] = parts.layers[start:stop]
         for layer in self.layers:
             for module in layer.modules():
@@ -214,7 +215,9 @@ class Decoder:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        run, carrier, outputs = self._now, self._carrier, self._now.outputs
+        run = self._now
+        carrier = self._carrier
+        outputs = self._now.outputs
         if run.given is not None:
             run.given.append((args, kwargs))
             if not carrier.takes_before:

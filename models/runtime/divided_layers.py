@@ -30,7 +30,8 @@ def take_share(
     own = shares.of(shape, rank)
     part.share = f".{rank}"
     for i, layer in part.layers.items():
-        heads, fewer = shape.layer(i).heads, own.layer(i).heads
+        heads = shape.layer(i).heads
+        fewer = own.layer(i).heads
         cuts = shares.cuts(shape.layer(i), rank)
         for path, cut in cuts.items():
             for name in part.names_in(i, path):
@@ -57,7 +58,8 @@ def take_share(
 
 def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
     """Leave a slice the rank's piece of a parameter of a matrix."""
-    array, leaf = part[name], name.rpartition(".")[2]
+    array = part[name]
+    leaf = name.rpartition(".")[2]
     if cut.of == "inputs" and leaf == "bias":  # which one rank adds, and trains
         if is_first:
             part.pieces[name] = Piece(((0, len(array)),), len(array), 0)
@@ -74,7 +76,8 @@ def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
 
 def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     """Return the side along which an array of a matrix is divided, by its own name there."""
-    is_stacked, whole = array.ndim > 2, ("lora_b", "m") if cut.of == "inputs" else ("lora_a",)
+    is_stacked = array.ndim > 2
+    whole = ("lora_b", "m") if cut.of == "inputs" else ("lora_a",)
     if leaf in ("global_scale", *whole) and cut.of != "experts":
         return None
     if leaf in ("lora_a", "lora_b") and not is_stacked:
@@ -160,7 +163,8 @@ def _count_heads(attention: nn.Module, heads: Heads, fewer: Heads) -> None:
 
 def _check(part: Slice, own: ModelShape) -> None:
     """Raise ``UserError`` unless a step adds keys and values of as many heads as planned."""
-    caches, training = part.new_caches(), part.training
+    caches = part.new_caches()
+    training = part.training
     part.train(False)  # dropout would need keys
     with refusing(
         f"--tensor-parallel: mlx-lm's code of {own.model_type} takes no part of its heads",

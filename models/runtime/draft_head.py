@@ -79,7 +79,8 @@ class DraftHead:
     last slice."""
 
     def __init__(self, model: nn.Module, names: HeadNames) -> None:
-        self._model, self._names = model, names
+        self._model = model
+        self._names = names
         model.pop("lm_head", None)
         # The family's code gets hidden states, which need no embedding.
         model.model["embed_tokens"] = nn.Identity()

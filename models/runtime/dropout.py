@@ -30,7 +30,8 @@ class KeyedDropout(nn.Module):
 
     def set_key(self, row: int, position: int, places: PackedPositions | None = None) -> None:
         """Draw the next mask from these numbers, each with a row's and a position's added."""
-        self._starts, self._places = (row, position), places
+        self._starts = (row, position)
+        self._places = places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
         """Expect (rows, T, experts, ...) = ``shape`` next, flattened and permuted to ``order``."""
@@ -126,5 +127,6 @@ def set_keys(
     """Give each dropout its key, of ``parts``: seed, step and layer; rows count globally."""
     for index, dropout in enumerate(dropouts):
         digest = hashlib.blake2b(repr((*parts, index)).encode(), digest_size=8).digest()
-        row, position = int.from_bytes(digest[:4]), int.from_bytes(digest[4:])
+        row = int.from_bytes(digest[:4])
+        position = int.from_bytes(digest[4:])
         dropout.set_key(row + first_row, position, places)

@@ -30,8 +30,10 @@ class PackedPositions(NamedTuple):
         """Return the places of sequences that all begin at 0, the index here of each of these, and
         the index among these of each of those here."""
         starts = self._starts
-        befores, stops = np.append(0, starts[:-1]), np.append(starts[1:], len(self.rows))
-        shared, lengths = self.positions[starts], stops - starts
+        befores = np.append(0, starts[:-1])
+        stops = np.append(starts[1:], len(self.rows))
+        shared = self.positions[starts]
+        lengths = stops - starts
         parts = zip(befores, befores + shared, starts, stops, strict=True)
         sources = np.concatenate([np.r_[a:b, start:stop] for a, b, start, stop in parts])
         own = np.arange(len(self.rows)) + np.repeat(np.cumsum(shared), lengths)

@@ -104,14 +104,16 @@ def _find(model: nn.Module) -> Parts:
         if not dot:
             raise CannotBeCutError("no module around its layers has an embedding")
     top_path, _, body_name = body_path.rpartition(".")
-    body, top = at(model, body_path), at(model, top_path)
+    body = at(model, body_path)
+    top = at(model, top_path)
     layers_name = list_path[len(body_path) + 1 :]
     own_values = [*body.items(), *top.items()]
     if any(isinstance(value, mx.array) for key, value in own_values if key[0] != "_"):
         raise CannotBeCutError("it has numbers of its own beside those of its modules")
     caches = make_prompt_cache(model)
     found, carrier = examine(body, layers_name, caches)
-    own, above = f"{body_path}.", f"{top_path}.".lstrip(".")
+    own = f"{body_path}."
+    above = f"{top_path}.".lstrip(".")
     named = with_weights(body, layers_name)
     others = [
         name

@@ -134,8 +134,11 @@ def _in_pieces(
 
     def forward(*arrays: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return output, last state, and the state at the start of each piece."""
-        rows, constants, state = arrays[:count], arrays[count:-1], arrays[-1]
-        outputs, starts = [], []
+        rows = arrays[:count]
+        constants = arrays[count:-1]
+        state = arrays[-1]
+        outputs = []
+        starts = []
         for first in range(0, rows[0].shape[1], length):
             starts.append(state)
             y, state = rule(*(x[:, first : first + length] for x in rows), *constants, state)
@@ -147,7 +150,9 @@ def _in_pieces(
     def gradients(
         primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        rows, constants, starts = primals[:count], primals[count:-1], outputs[2]
+        rows = primals[:count]
+        constants = primals[count:-1]
+        starts = outputs[2]
         of_output, of_state = cotangents[:2]
         found: list[Sequence[mx.array]] = []
         for i in reversed(range(len(starts))):

@@ -93,7 +93,8 @@ def _wanted(
     """Return the right embedding; None if ``module`` is right."""
     if type(module) is not nn.RoPE:
         return None
-    dims, base = module.dims, rope.get("rope_theta", module.base)
+    dims = module.dims
+    base = rope.get("rope_theta", module.base)
     scaling = scaling_of(fields, rope)
     is_of_part = "qk_rope_head_dim" in fields or type_of(rope) == "proportional"
     if (share := rope.get("partial_rotary_factor")) is not None and not is_of_part:

@@ -54,13 +54,17 @@ class Piece(NamedTuple):
 
     def common(self, other: Piece) -> list[tuple[slice, slice]]:
         """Return what both have along the same axis: where in this piece, and in the other."""
-        found, at = [], 0
+        found = []
+        at = 0
         for start, stop in self.ranges:
             to = 0
             for first, last in other.ranges:
-                low, high = max(start, first), min(stop, last)
+                low = max(start, first)
+                high = min(stop, last)
                 if low < high:
-                    size, here, there = high - low, at + low - start, to + low - first
+                    size = high - low
+                    here = at + low - start
+                    there = to + low - first
                     found.append((slice(here, here + size), slice(there, there + size)))
                 to += last - first
             at += stop - start
@@ -97,8 +101,10 @@ class Slice:
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
         parts = parts or find_parts(model)
-        self.start, self.stop = start, stop
-        self.is_first, self.is_last = start == 0, stop == len(model.layers)
+        self.start = start
+        self.stop = stop
+        self.is_first = start == 0
+        self.is_last = stop == len(model.layers)
         self.tied = not parts.heads
         fuses = mx.default_device() == mx.gpu and gpu_fuses_attention()
         self._decoder = decoder = Decoder(model, start, stop, parts, fuses=fuses)
@@ -198,7 +204,7 @@ class Slice:
         return at(self._parts[prefix], path), leaf
 
     def parameters(self) -> dict[str, mx.array]:
-        """Return the trainable arrays by their names in the model."""
+        """Return all arrays of the slice by their names in the model."""
         return {name: self[name] for name in self._slots}
 
     def __contains__(self, name: str) -> bool:
@@ -241,7 +247,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the trainable arrays."""
+        """The bytes of these arrays."""
         return sum(array.nbytes for array in self.parameters().values())
 
     def load(self) -> None:
@@ -344,7 +350,8 @@ class Slice:
     def try_step(self, caches: Sequence[Any]) -> None:
         """Extend the slice by a token, lazily, to see whether its code takes the ``caches``: they
         grow, and nothing is computed. Raises what the code raises."""
-        ids, states = (1, 1), (1, 1, self.hidden_size)
+        ids = (1, 1)
+        states = (1, 1, self.hidden_size)
         x = mx.zeros(ids, mx.int32) if self.is_first else mx.zeros(states, self.dtype)
         self.extend(x, caches)
 

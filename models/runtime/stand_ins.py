@@ -30,7 +30,8 @@ from shardmlx.models.runtime.carried import (
     first_argument,
 )
 
-_SIZE, _LARGER = (1, 3), (2, 5)
+_SIZE = (1, 3)
+_LARGER = (2, 5)
 """Rows and tokens with which a model is examined; two sizes show the axes of an array."""
 
 
@@ -38,7 +39,9 @@ class InPlaceOf:
     """A function called in place of a module, with its attributes except those given."""
 
     def __init__(self, module: Any, call: Callable[..., Any], **attributes: Any) -> None:
-        self._module, self._call, self._attributes = module, call, attributes
+        self._module = module
+        self._call = call
+        self._attributes = attributes
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -391,7 +394,8 @@ def _sources(
     for i, given in enumerate(trace.given):
         sources = {}
         for path, leaf in given.items():
-            own, other = of_tokens.given[i].get(path), of_layers.given[i].get(path)
+            own = of_tokens.given[i].get(path)
+            other = of_layers.given[i].get(path)
             if isinstance(leaf, CarriedSource) and leaf == own == other:
                 is_hidden = leaf == CarriedSource("output", i - 1)
                 sources[path] = HIDDEN if is_hidden else aliases.get(leaf, leaf)

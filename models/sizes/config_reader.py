@@ -72,7 +72,8 @@ class Config(NamedTuple):
 
     def share(self, total: str, parts: str) -> int:
         """Return one field divided by another one."""
-        whole, number = self.count(total), self.count(parts)
+        whole = self.count(total)
+        number = self.count(parts)
         if whole % number:
             raise UserError(
                 f"config.json: {total} {whole} is not divisible by {parts} {number}", AGAIN

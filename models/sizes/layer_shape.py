@@ -28,7 +28,9 @@ class Activation(NamedTuple):
     is_guessed: bool = False
 
 
-SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
+SWIGLU = Activation(2, is_swiglu=True)
+GELU = Activation(3)
+GELU_APPROX = Activation(4)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 JOINED_SWIGLU = SWIGLU._replace(passing=4.0)
 """SwiGLU of one matrix's output: gradients of both halves, and the whole, which adapters scale."""

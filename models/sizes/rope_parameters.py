@@ -48,7 +48,8 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = _with_older(config)
     if isinstance(fields.get("text_config"), Mapping):
         fields["text_config"] = with_rope(fields["text_config"])
-    of_full, of_windowed = rope_of(fields, FULL), rope_of(fields, WINDOWED)
+    of_full = rope_of(fields, FULL)
+    of_windowed = rope_of(fields, WINDOWED)
     if of_full is None and of_windowed is None:
         return fields
     found: dict[str, Any] = {}
@@ -151,7 +152,8 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
 
 def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with ``rope_scaling`` merged in, which overrides in transformers."""
-    said, old = fields.get(SAID), fields.get("rope_scaling")
+    said = fields.get(SAID)
+    old = fields.get("rope_scaling")
     if not isinstance(said, Mapping) or not isinstance(old, Mapping) or not old:
         return dict(fields)
     if said.keys() & {FULL, WINDOWED}:
@@ -172,7 +174,8 @@ def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
     if (factor := scaling["factor"]) <= 1:
         return {}
     weight = partial(_weight_of_yarn, factor)
-    above, below = scaling.get("mscale", 1), scaling.get("mscale_all_dim", 0)
+    above = scaling.get("mscale", 1)
+    below = scaling.get("mscale_all_dim", 0)
     ratio = weight(above) / weight(below)
     both = scaling.get("mscale") and below
     wanted = scaling.get("attention_factor", ratio if both else weight(1))

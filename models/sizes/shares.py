@@ -88,7 +88,8 @@ class TensorShares:
         return cuts
 
     def _of_attention(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
-        heads, parent = layer.heads, f"{path.rpartition('.')[0]}."
+        heads = layer.heads
+        parent = f"{path.rpartition('.')[0]}."
         values = dict(layer.linears)[path]
         columns = values.inputs // heads.keys
         unit = math.lcm(columns, self.group_size) // columns
@@ -99,8 +100,10 @@ class TensorShares:
             )
         first, last = (unit * each for each in self.bounds(heads.keys // unit, rank))
         cut = partial(_cut_by_heads, heads.keys, (first, last))
-        queries, keys = heads.queries * heads.key_dim, heads.keys * heads.key_dim
-        outputs, held = heads.queries * heads.value_dim, heads.keys * heads.value_dim
+        queries = heads.queries * heads.key_dim
+        keys = heads.keys * heads.key_dim
+        outputs = heads.queries * heads.value_dim
+        held = heads.keys * heads.value_dim
         if values.inputs != outputs:
             raise ValueError(f"{path} has other inputs than its heads")
         yield path, replace(cut(values.inputs), of="inputs")
@@ -126,7 +129,8 @@ class TensorShares:
                 raise ValueError(f"{name} norms all heads together")
 
     def _of_mlp(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
-        linears, parent = dict(layer.linears), f"{path.rpartition('.')[0]}."
+        linears = dict(layer.linears)
+        parent = f"{path.rpartition('.')[0]}."
         width = linears[path].inputs
         block = math.lcm(math.gcd(width, BLOCK), self.group_size)
         if width % block or width // block < self.size:
@@ -147,7 +151,8 @@ class TensorShares:
                 raise ValueError(f"{name} is not divided by columns")
 
     def _of_experts(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
-        count, parent = dict(layer.linears)[path].experts, f"{path.rpartition('.')[0]}."
+        count = dict(layer.linears)[path].experts
+        parent = f"{path.rpartition('.')[0]}."
         if count < self.size:
             raise ValueError(f"it has fewer experts than ranks: {count}")
         for name, linear in layer.linears:
@@ -199,11 +204,13 @@ class TensorShares:
         return replace(shape, kinds=kinds, divides=shape)
 
     def _share(self, layer: LayerShape, rank: int) -> LayerShape:
-        cuts, heads = self.cuts(layer, rank), layer.heads
+        cuts = self.cuts(layer, rank)
+        heads = layer.heads
         values, _ = _last_matrices(layer)
         keys = cuts[values].size * heads.keys // cuts[values].whole
         queries, cached = (keys * each // heads.keys for each in (heads.queries, heads.cached))
-        linears, arrays = dict(layer.linears), dict(layer.arrays)
+        linears = dict(layer.linears)
+        arrays = dict(layer.arrays)
         for path, cut in cuts.items():
             if path in arrays:
                 arrays[path] = (cut.size, *arrays[path][1:])

@@ -97,7 +97,9 @@ def _linears(recorded: LayerCalls, sides: dict[str, Sides]) -> dict[str, Linear]
     linears: dict[str, Linear] = {}
     sources = _Sources(recorded)
     for path in recorded.linears:
-        module, given, out = recorded.modules[path], recorded.given[path], recorded.outputs[path]
+        module = recorded.modules[path]
+        given = recorded.given[path]
+        out = recorded.outputs[path]
         *experts, outputs, width = sides.pop(f"{path}.weight")
         has_bias = sides.pop(f"{path}.bias", None) is not None
         is_adapted = isinstance(module, (nn.Linear, SwitchLinear))
@@ -178,7 +180,8 @@ def _kept_by_gate(linears: Mapping[str, Linear], heads: Heads) -> int:
     """Return the elements of a token that a gate of attention's outputs keeps: itself, and these.
     A matrix of its own makes it, or that of the queries, of which the whole is then kept."""
     made = [each.outputs for each in linears.values() if each.source == "attention"]
-    queries, outputs = heads.queries * heads.key_dim, heads.queries * heads.value_dim
+    queries = heads.queries * heads.key_dim
+    outputs = heads.queries * heads.value_dim
     others = heads.keys * (heads.key_dim + heads.value_dim)
     if not outputs or sum(made) - queries - others not in (outputs, heads.queries):
         return 0

@@ -46,7 +46,8 @@ class DoctorConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        written, program = self.write_hostfile, self.ssh_command
+        written = self.write_hostfile
+        program = self.ssh_command
         known = self.ssh and not self.find
         lacks = known and self.hostfile is None
         refuse("ssh", "has no hosts", "give --hostfile F, or --find instead", when=lacks)

@@ -66,7 +66,8 @@ class PackingOptions:
         recipe = first if first in RECIPES else None
         mode = rest[1] if len(rest) > 1 else "affine"
         if len(rest) > (1 if recipe else 2) or mode not in DEFAULTS:
-            modes, recipes = ", ".join(DEFAULTS), ", ".join(RECIPES)
+            modes = ", ".join(DEFAULTS)
+            recipes = ", ".join(RECIPES)
             raise ValueError(
                 f"give BITS[:GROUP[:MODE]], like 4:64, a MODE of {modes}, or RECIPE[:GROUP], a "
                 f"RECIPE of {recipes}"

@@ -249,7 +249,8 @@ class GenerateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both, alone = f"and --prompts {self.prompts}", f"is {self.output}"
+        both = f"and --prompts {self.prompts}"
+        alone = f"is {self.output}"
         refuse("prompt", both, "give one of them", when=None not in (self.prompt, self.prompts))
         refuse("output", alone, "it is for --prompts", when=self.output and self.prompts is None)
 

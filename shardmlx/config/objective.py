@@ -138,7 +138,8 @@ class ObjectiveOptions:
         """Raise ``OptionError`` for a setting that the objective does not read."""
         read = () if self.preferences is None else ("beta", *self.preferences.settings)
         for name in ("beta", *dict.fromkeys(s for f in OBJECTIVES.values() for s in f.settings)):
-            given, usual = getattr(self, name), getattr(ObjectiveOptions, name)
+            given = getattr(self, name)
+            usual = getattr(ObjectiveOptions, name)
             refuse(
                 name,
                 f"is {given} with objective {self.objective}, which does not read it",

@@ -397,7 +397,8 @@ def _checked_text(each: Declared, value: str) -> str:
 
 
 def _check_limits(each: Declared, value: Any) -> None:
-    name, rules = each.name, each.rules
+    name = each.name
+    rules = each.rules
     if rules.choices and value not in rules.choices:
         raise OptionError(name, f"is {value!r}", _choices(rules))
     if rules.minimum is not None and value < rules.minimum:

@@ -48,7 +48,8 @@ class ProfileOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        too_short, remedy = min(self._lengths()) < 1, "give numbers of tokens, like 128,512"
+        too_short = min(self._lengths()) < 1
+        remedy = "give numbers of tokens, like 128,512"
         refuse("lengths", f"is {self.lengths!r}", remedy, when=too_short)
 
     @property

@@ -53,7 +53,8 @@ def run(words: Sequence[str]) -> int:
     """Print the schedule as the words say; return 0. Raises ``UserError``."""
     options = LINE.load(words)
     schedule = get_schedule(options.schedule)
-    pp, microbatches = options.pipeline_stages, options.micro_batches
+    pp = options.pipeline_stages
+    microbatches = options.micro_batches
     virtual = options.virtual_stages
     if virtual is None:
         virtual = schedule.default_virtual

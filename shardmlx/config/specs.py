@@ -344,7 +344,8 @@ class RunSpec:
     def for_ranks(self, ranks: int) -> RunSpec:
         """Return the same with pipeline stages in the place of ``data_parallel``, for so many
         ranks. Raises ``UserError`` where the replicas do not divide them."""
-        replicas, asked = self.layout.data_parallel, self.layout.pipeline_stages
+        replicas = self.layout.data_parallel
+        asked = self.layout.pipeline_stages
         if replicas is None:
             return self
         if ranks % replicas:

@@ -15,7 +15,8 @@ from shardmlx.errors import Stopped, one_line
 def run(words: Sequence[str]) -> int:
     """Export as the words of the command line say, and return the exit status: 1 if ``--verify``
     finds a fault, 128 + its number after a signal. Raises ``UserError``."""
-    options, reporter = LINE.load(words), Reporter()
+    options = LINE.load(words)
+    reporter = Reporter()
     if launched_rank() != 0:  # rank 0 writes all
         return 0
     prepare()

@@ -74,7 +74,8 @@ class _Stack:
     """An array whose first axis is read part by part, from stacked arrays or a file's bytes."""
 
     def __init__(self, array: mx.array, parts: Sequence[mx.array] | Stored) -> None:
-        self._sides, self._dtype = (1, *array.shape[1:]), array.dtype
+        self._sides = (1, *array.shape[1:])
+        self._dtype = array.dtype
         self._parts = parts if isinstance(parts, Stored) else dict(enumerate(parts))
 
     @property

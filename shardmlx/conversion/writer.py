@@ -47,7 +47,8 @@ def write_files(
             reporter.say(f"going on: {len(done)} of {count} are written")
         for name in done:
             del model.weights[name]
-        written, total = copy.nbytes(done), max(1, shards.nbytes // MEGABYTE)
+        written = copy.nbytes(done)
+        total = max(1, shards.nbytes // MEGABYTE)
         most = max((_step_bytes(model, name) for name in model.weights), default=0)
 
         def begin(nbytes: int, room: int = most) -> None:
@@ -87,7 +88,8 @@ def _computed(
     unusual limit of bytes that may wait to be written."""
     if tensor not in model.weights:
         return
-    step, array = _step_bytes(model, tensor), model.weights.pop(tensor)
+    step = _step_bytes(model, tensor)
+    array = model.weights.pop(tensor)
     if (stored := model.stored.get(tensor)) is not None:
         del array
         bring(tensor)

@@ -62,7 +62,8 @@ def find_repository(name: str, revision: str | None) -> Directory | Repository:
         if snapshot is None:
             raise no_directory(name, error) from None
         found = Directory(snapshot)
-        found.name, found.revision = name, snapshot.name
+        found.name = name
+        found.revision = snapshot.name
         found.note = f"from the cache: {error}"
         found.missing = f"the cache does not have it, and {error}"
         return found
@@ -154,7 +155,8 @@ class Repository:
                     stop = min(stop, size)
                     for chunk in chunks:
                         wanted = chunk[: stop - start]
-                        start, attempt = start + len(wanted), 0
+                        start = start + len(wanted)
+                        attempt = 0
                         yield wanted
                         if start == stop:
                             return

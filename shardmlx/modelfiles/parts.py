@@ -306,7 +306,8 @@ def rows(inspection: Inspection, fold: bool = True) -> dict[str, tuple[Part, ...
     found: dict[str, tuple[Part, ...]] = {EMBEDDING: (inspection.embedding,)}
     for _, alike in groupby(range(len(layers)), lambda i: _look(layers[i]) if fold else i):
         numbers = [*alike]
-        start, last = numbers[0], numbers[-1]
+        start = numbers[0]
+        last = numbers[-1]
         name = f"layer {start}" if start == last else f"layers {start}-{last}"
         found[name] = layers[start : last + 1]
     after = {"norm and head": inspection.head, OTHER: inspection.other, DROPPED: inspection.dropped}

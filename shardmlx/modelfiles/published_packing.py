@@ -99,7 +99,8 @@ def check_packing(
     packing = published_packing(config)
     if packing is None:
         return
-    method, kind = packing.method, shape.model_type
+    method = packing.method
+    kind = shape.model_type
     endings = {name.rpartition(".")[2]: name for name in tensors}
     if method == "gptq" and "g_idx" in endings:
         raise UserError(f"{endings['g_idx']}: mlx-lm reads no gptq with g_idx", _16_BITS)

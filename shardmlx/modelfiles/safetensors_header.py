@@ -198,7 +198,8 @@ def check_weights(where: str | Path, files: Sequence[str]) -> None:
     """Refuse a model whose files have no weights that mlx-lm loads."""
     if any(fnmatchcase(file, MODEL_FILES) for file in files):
         return
-    problem, remedy = f"{where} has no {MODEL_FILES}", "copy or download the weights too"
+    problem = f"{where} has no {MODEL_FILES}"
+    remedy = "copy or download the weights too"
     others = [file for file in files if file.endswith((*_OF_TORCH, ".gguf", ".safetensors"))]
     if others:
         problem += f", but {others[0]}"

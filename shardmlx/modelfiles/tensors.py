@@ -136,7 +136,8 @@ def packing_of(
         return None
     if columns is None or not scales.shape[-1]:
         return hint
-    bits, group = weight.shape[-1] * _WORD_BITS // columns, columns // scales.shape[-1]
+    bits = weight.shape[-1] * _WORD_BITS // columns
+    group = columns // scales.shape[-1]
     modes = [mode for mode in DEFAULTS if mode != "affine" and DEFAULTS[mode] == (bits, group)]
     try:
         return Quantisation(bits, group, modes[0] if scales.dtype == "U8" and modes else "affine")
@@ -156,14 +157,16 @@ class Module:
 
 def modules(shape: ModelShape) -> dict[str, Module]:
     """Return the modules with weights by path, in order."""
-    hidden, vocabulary = shape.hidden_size, shape.vocab_size
+    hidden = shape.hidden_size
+    vocabulary = shape.vocab_size
     result = {shape.names.embedding: Module((vocabulary, hidden))}
     for path, sides in (*shape.before, *shape.after):
         result[path] = Module(sides, is_quantisable=len(sides) > 1)
     for index in range(shape.num_layers):
         for path, module in _layer(shape.layer(index)):
             result[f"{shape.names.layers}{index}.{path}"] = module
-    norm_bias, head_bias = shape.family.norm_bias, shape.family.head_has_bias
+    norm_bias = shape.family.norm_bias
+    head_bias = shape.family.head_has_bias
     if shape.names.norm:
         result[shape.names.norm] = Module((hidden,), (hidden,) if norm_bias else None, False)
     if not shape.tied:
@@ -206,7 +209,8 @@ def is_dropped(name: str, shape: ModelShape) -> bool:
     is_tied_head = shape.tied and "lm_head." in name
     if is_tied_head or _COMPUTED.search(name):
         return True
-    is_scale, is_of_others = _SCALES.search(name), OTHER_SENSES.search(name)
+    is_scale = _SCALES.search(name)
+    is_of_others = OTHER_SENSES.search(name)
     layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= shape.num_layers
     return name not in shape.refused and bool(is_scale or is_of_others or is_further)
