@@ -93,7 +93,7 @@ class Shared:
         return self.fetched
 
     def keys_and_values(self) -> Sequence[mx.array]:
-        """The keys and values that the last update returned."""
+        """Return the keys and values that the last update returned."""
         return self.fetched
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from shardmlx.models.sizes.shape import Names, Sides
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """What mlx-lm loads of a model's files.
+    """The names that mlx-lm gives what it loads of a model's files.
 
     ``loaded`` are its names of the arrays, each with the stored name, empty where it changes the
     numbers. ``stored`` are the stored names of these, empty if the files have mlx-lm's own. ``own``

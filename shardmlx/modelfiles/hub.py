@@ -214,13 +214,15 @@ def _hub_utils() -> Any:
     return import_module("huggingface_hub.utils")
 
 
+_LOG_IN = "log in with 'hf auth login', or set HF_TOKEN"
+
+
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     """Turn huggingface-hub's errors into one line with a remedy, also names without an owner."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
-    log_in = "log in with 'hf auth login', or set HF_TOKEN"
     try:
         if "/" not in name:
             raise errors.HFValidationError
@@ -237,7 +239,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise UserError(f"{name} has no revision {revision!r}", "check --revision") from None
     except errors.GatedRepoError:
         raise UserError(
-            f"{name} is gated", f"accept its terms at {endpoint}/{name}, then {log_in}"
+            f"{name} is gated", f"accept its terms at {endpoint}/{name}, then {_LOG_IN}"
         ) from None
     except errors.OfflineModeIsEnabled:
         raise Unreachable("HF_HUB_OFFLINE is set", f"unset it to ask the hub; {_OFFLINE}") from None
@@ -247,17 +249,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
             f"the hub does not give {name}: {_first_line(error)}", f"try again; {_OFFLINE}"
         ) from None
     except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 404):
-            raise UserError(
-                f"there is no directory {name} here, and no model {name} at {endpoint}",
-                f"check the name; if it is private, {log_in}",
-            ) from None
-        if status == 403:
-            raise UserError(f"{endpoint} does not let you read {name}", log_in) from None
-        reason = f"{endpoint} answers with status {status} for {name}"
-        kind = Unreachable if status >= 500 or status == 429 else UserError
-        raise kind(reason, "try again later, or set HF_ENDPOINT to a mirror") from None
+        raise _error_of_status(error.response.status_code, name, endpoint) from None
     except hub_transport_error() as error:
         raise _Broken(
             f"{endpoint} does not answer ({_first_line(error)})",
@@ -267,6 +259,20 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise UserError(
             f"{endpoint} does not give {name}: {_first_line(error)}", "check HF_ENDPOINT"
         ) from None
+
+
+def _error_of_status(status: int, name: str, endpoint: str) -> UserError:
+    """Return the error for an HTTP status that the hub answers with."""
+    if status in (401, 404):
+        return UserError(
+            f"there is no directory {name} here, and no model {name} at {endpoint}",
+            f"check the name; if it is private, {_LOG_IN}",
+        )
+    if status == 403:
+        return UserError(f"{endpoint} does not let you read {name}", _LOG_IN)
+    kind = Unreachable if status >= 500 or status == 429 else UserError
+    remedy = "try again later, or set HF_ENDPOINT to a mirror"
+    return kind(f"{endpoint} answers with status {status} for {name}", remedy)
 
 
 def _first_line(error: BaseException) -> str:

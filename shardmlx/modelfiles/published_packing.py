@@ -74,7 +74,18 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
         if settings.get(key) not in known:
             words = ", ".join(str(each) for each in known if each is not None)
             raise _refused(method, key, settings.get(key), words)
-    kept = []
+    if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
+        loaded = (8, 32, "mxfp8") if settings.get("weight_block_size") == [32, 32] else None
+    elif method == "compressed-tensors":
+        loaded = _FORMATS[settings["format"]]
+    elif method in ("awq", "gptq"):
+        loaded = (4, settings.get("group_size", 128), "affine")
+    return Packing(method, loaded, _kept(method, settings))
+
+
+def _kept(method: Any, settings: Mapping[str, Any]) -> tuple[re.Pattern[str], ...]:
+    """Return expressions for the modules that stay unpacked. Raises ``UserError``."""
+    kept: list[re.Pattern[str]] = []
     for key in _EXCEPTIONS:
         found = settings.get(key) or []
         if not isinstance(found, list):
@@ -83,13 +94,7 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
             kept += [_pattern(str(each)) for each in found]
         except re.error:
             raise _refused(method, key, found, "regular expressions after re:") from None
-    if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
-        loaded = (8, 32, "mxfp8") if settings.get("weight_block_size") == [32, 32] else None
-    elif method == "compressed-tensors":
-        loaded = _FORMATS[settings["format"]]
-    elif method in ("awq", "gptq"):
-        loaded = (4, settings.get("group_size", 128), "affine")
-    return Packing(method, loaded, tuple(kept))
+    return tuple(kept)
 
 
 def check_packing(
