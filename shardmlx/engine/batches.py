@@ -358,13 +358,13 @@ def random_state(random: np.random.RandomState) -> dict[str, Any]:
     return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
 
 
-def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[MicroBatch]:
+def split(batch: Batch, dp: int, replica: int, micro_batch_rows: int) -> list[MicroBatch]:
     """Return the micro-batches of one replica; the last may have fewer rows than the others."""
     rows = len(batch.tokens) // dp
     start = replica * rows
     stop = start + rows
     return [
-        batch.rows(i, min(i + micro_batch_size, stop)) for i in range(start, stop, micro_batch_size)
+        batch.rows(i, min(i + micro_batch_rows, stop)) for i in range(start, stop, micro_batch_rows)
     ]
 
 

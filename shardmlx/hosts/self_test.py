@@ -104,7 +104,7 @@ def _loss_and_gradients(model: nn.Module) -> dict[str, np.ndarray]:
         [1 + (7 * row + place**2) % (_VOCABULARY - 1) for place in range(40)] for row in (0, 1)
     ]
     batch = make_batch([(each, 0) for each in tokens], max_seq_length=len(tokens[0]))
-    (microbatch,) = split(batch, dp=1, replica=0, micro_batch_size=len(tokens))
+    (microbatch,) = split(batch, dp=1, replica=0, micro_batch_rows=len(tokens))
     (stage,) = build_stages([Slice(model, 0, _LAYERS)])
     loss = stage.forward(0, microbatch, None, scale=1.0)
     stage.backward_weight(0)

@@ -21,7 +21,7 @@ class Plan:
     """The plan of a run, equal on every rank: mesh, stages, schedule and micro-batches.
 
     ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
-    replica, in micro-batches of ``micro_batch_size``, the last one taking the rest; with ``pack``
+    replica, in micro-batches of ``micro_batch_rows``, the last one taking the rest; with ``pack``
     each micro-batch is one row, of about equal length. Each ``together`` rows stay in one
     micro-batch. If replicas have unequal rows, ``replica_rows`` are each one's, and ``rows`` the
     most. Micro-batches are padded to one of the ``widths``, if there are any. ``model`` identifies
@@ -33,7 +33,7 @@ class Plan:
     stage_map: StageMap
     schedule: str
     rows: int
-    micro_batch_size: int
+    micro_batch_rows: int
     trainable: tuple[bool, ...]
     model: str = ""
     pack: bool = False
@@ -49,8 +49,8 @@ class Plan:
             raise ValueError(f"{self.mesh.pp} pipeline ranks, {self.stage_map.pp} in the map")
         if len(self.shares) != self.mesh.dp or max(self.shares) != self.rows:
             raise ValueError(f"{self.shares} rows for {self.mesh.dp} replicas, {self.rows} at most")
-        if any(each % self.together for each in (self.micro_batch_size, *self.shares)):
-            raise ValueError(f"{self.micro_batch_size} rows of {self.shares}: not {self.together}s")
+        if any(each % self.together for each in (self.micro_batch_rows, *self.shares)):
+            raise ValueError(f"{self.micro_batch_rows} rows of {self.shares}: not {self.together}s")
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
         for count in {self.microbatches_of(replica) for replica in range(self.mesh.dp)}:
             schedule.check(self.mesh.pp, count, virtual)
@@ -59,7 +59,7 @@ class Plan:
     @property
     def microbatches(self) -> int:
         """Number of micro-batches of the busiest replica in one step."""
-        return -(-self.rows // self.micro_batch_size)
+        return -(-self.rows // self.micro_batch_rows)
 
     def grid(self, microbatches: int) -> Grid:
         """Return the lowered actions of a step of so many micro-batches, by pipeline rank, which
@@ -87,7 +87,7 @@ class Plan:
 
     def microbatches_of(self, replica: int) -> int:
         """Return the number of micro-batches of a replica in one step."""
-        return -(-self.shares[replica] // self.micro_batch_size)
+        return -(-self.shares[replica] // self.micro_batch_rows)
 
     @property
     def shortest_alike(self) -> Plan:
@@ -98,7 +98,7 @@ class Plan:
         return replace(
             self,
             rows=count * self.together,
-            micro_batch_size=self.together,
+            micro_batch_rows=self.together,
             pack=False,
             replica_rows=(),
             widths=(),
@@ -126,7 +126,7 @@ class Plan:
     def digest(self) -> str:
         """Digest that is equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        rows = (self.rows, self.micro_batch_size, self.pack, self.replica_rows, self.widths)
+        rows = (self.rows, self.micro_batch_rows, self.pack, self.replica_rows, self.widths)
         return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
 
 

@@ -84,7 +84,7 @@ class Choice:
         if plan.stage_map.num_stages > plan.mesh.pp:
             ranks += f" with {plan.stage_map.virtual} stages each"
         micro = "1 micro-batch" if plan.microbatches == 1 else f"{plan.microbatches} micro-batches"
-        parts = [ranks, plan.schedule, f"{micro} of {plan.micro_batch_size}"]
+        parts = [ranks, plan.schedule, f"{micro} of {plan.micro_batch_rows}"]
         if plan.pack:
             parts.append("packed")
         if run.batch.loss_chunk == COUNTED:
@@ -116,7 +116,7 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
                 too_much,
                 "divide the layers otherwise, or use more machines",
             )
-    length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_size, facts)
+    length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_rows, facts)
     seconds = predict_seconds(plan, workload, cluster, length)
     return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
 

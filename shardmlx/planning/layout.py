@@ -41,7 +41,7 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
         stage_map=stage_map,
         schedule=layout.schedule,
         rows=rows,
-        micro_batch_size=size,
+        micro_batch_rows=size,
         trainable=(True,) * stage_map.num_stages,
         pack=bool(workload.batch.pack),
         widths=facts.lengths.widths,
@@ -76,7 +76,7 @@ def _problem(
     In the ``draft`` every stage is trained, and its layers do not count. Costs are seconds, or
     FLOPs if speeds are unknown; links then do not count.
     """
-    mesh, size = draft.mesh, draft.micro_batch_size
+    mesh, size = draft.mesh, draft.micro_batch_rows
     setup = cluster.setup(workload, size, longest, mesh.dp)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
     capacity = tuple(
@@ -194,11 +194,11 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
             batch.batch_size // together, _seconds_of_replicas(plan, workload, cluster, length)
         )
     )
-    size = plan.micro_batch_size
+    size = plan.micro_batch_rows
     if batch.micro_batch_size is None and size == plan.rows:
         size = max(rows)  # all rows of a replica are one micro-batch
     unequal = rows if len(set(rows)) > 1 else ()
-    plan = replace(plan, rows=max(rows), replica_rows=unequal, micro_batch_size=size)
+    plan = replace(plan, rows=max(rows), replica_rows=unequal, micro_batch_rows=size)
     counts = [plan.microbatches_of(replica) for replica in range(dp)]
     if workload.fine_tune.divides_weights and len(set(counts)) > 1:
         raise UserError(
@@ -223,7 +223,7 @@ def _seconds_of_replicas(
     plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> list[float]:
     cluster.check_speeds()
-    size = plan.micro_batch_size
+    size = plan.micro_batch_rows
     found = []
     for replica in range(plan.mesh.dp):
         models = pipeline_seconds(workload, cluster, plan.mesh, size, length, replica)

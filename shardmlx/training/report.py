@@ -77,7 +77,7 @@ class TrainingReport:
     def count(self, result: StepResult) -> None:
         """Take in a step that was made."""
         plan = self._planned.plan
-        sequences = plan.micro_batch_size if plan.pack else 1
+        sequences = plan.micro_batch_rows if plan.pack else 1
         widths = self._crew.worker.widths
         self._lengths.update(-(-width // sequences) for width in widths)
         self._steps.append(result)

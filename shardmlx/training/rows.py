@@ -47,7 +47,7 @@ def share_of(plan: Plan, rank: int, rows: Rows, *, shares_prompts: bool = False)
 
     def divided(part: MicroBatch) -> list[MicroBatch]:
         if not (plan.pack or shares_prompts):
-            return split(part, 1, 0, plan.micro_batch_size)
+            return split(part, 1, 0, plan.micro_batch_rows)
         count = plan.microbatches_of(plan.mesh.coordinates(rank)[0])
         count = -(-count // 2) if shares_prompts else count
         return pack(part, count, plan.together, shares_prompts=shares_prompts)

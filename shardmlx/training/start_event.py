@@ -74,7 +74,7 @@ def _schedule(planned: PlannedRun) -> dict[str, Any]:
     return {
         "name": plan.schedule,
         "microbatches": plan.microbatches,
-        "micro_batch_size": plan.micro_batch_size,
+        "micro_batch_size": plan.micro_batch_rows,
         "packed": plan.pack,
         "bubble": simulation.bubble,
         "makespan_seconds": makespan if planned.cluster.unit == "seconds" else None,

@@ -80,7 +80,7 @@ def trained(
 ) -> Result:
     """Losses and gradients of two stages, which ``device`` computes."""
     batch = random_batch(2, longest=30)
-    parts = pack(batch, 1) if packs else split(batch, dp=1, replica=0, micro_batch_size=2)
+    parts = pack(batch, 1) if packs else split(batch, dp=1, replica=0, micro_batch_rows=2)
     layers = len(model.layers)
     with mx.stream(device):
         return through_stages(
@@ -117,7 +117,7 @@ def test_packed_rows_are_padded_rows() -> None:
 def test_a_compiled_stage_is_one_that_is_not() -> None:
     model = model_of(KINDS["attention"])
     batch = random_batch(2, longest=30)
-    (microbatch,) = split(batch, dp=1, replica=0, micro_batch_size=2)
+    (microbatch,) = split(batch, dp=1, replica=0, micro_batch_rows=2)
     found = []
     for compiled in (True, False):
         stage = Stage(

@@ -97,7 +97,7 @@ def run_engine(
     if plan.pack:
         microbatches = pack(part, plan.microbatches_of(replica), plan.together)
     else:
-        microbatches = split(part, 1, 0, plan.micro_batch_size)
+        microbatches = split(part, 1, 0, plan.micro_batch_rows)
     count = batch.valid_tokens if objective is None else len(batch.tokens) // plan.together
     results = engine.train_step(microbatches, scale=1 / count)
     norm = engine.gradient_norm()
@@ -123,8 +123,8 @@ class Expected:
 
     def for_plan(self, plan: Plan) -> Expected:
         """Return the same for a plan that cuts the batch into the same micro-batches."""
-        cut = plan.starts, plan.micro_batch_size
-        assert cut == (self.plan.starts, self.plan.micro_batch_size)
+        cut = plan.starts, plan.micro_batch_rows
+        assert cut == (self.plan.starts, self.plan.micro_batch_rows)
         other = replace(self, plan=plan)
         vars(other)["_run"] = self._run  # computed once for all of them
         return other
@@ -134,7 +134,7 @@ class Expected:
         microbatches = [
             each
             for ends in pairwise(self.plan.starts)
-            for each in split(self.batch.rows(*ends), 1, 0, self.plan.micro_batch_size)
+            for each in split(self.batch.rows(*ends), 1, 0, self.plan.micro_batch_rows)
         ]
         scale, pieces = 1 / self.batch.valid_tokens, self.savings
         if pieces.recompute == FULL:

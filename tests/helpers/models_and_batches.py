@@ -263,7 +263,7 @@ class Layout:
             stage_map=StageMap.from_sizes(sizes, placement),
             schedule=self.schedule,
             rows=rows,
-            micro_batch_size=micro_batch_size,
+            micro_batch_rows=micro_batch_size,
             trainable=(True,) * stages,
             pack=pack,
         )

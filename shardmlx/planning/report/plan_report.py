@@ -216,7 +216,7 @@ def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> 
         divided = ["--pipeline-stages", str(plan.mesh.pp)]
         divided += ["--tensor-parallel", str(across)] * ("--tensor-parallel" not in start)
     words = [*start, *divided, "--schedule", plan.schedule]
-    words += ["--micro-batch-size", str(plan.micro_batch_size)]
+    words += ["--micro-batch-size", str(plan.micro_batch_rows)]
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
     words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in start)

@@ -70,7 +70,7 @@ def predict_memory(
     plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[list[PlannedMemory], dict[int, StageMemory]]:
     """Return (memory of each pipeline rank, of each stage) with ``length`` tokens."""
-    setup = cluster.setup(workload, plan.micro_batch_size, length, plan.mesh.dp)
+    setup = cluster.setup(workload, plan.micro_batch_rows, length, plan.mesh.dp)
     stages = memory_of_stages(plan, setup)
     of_ranks = []
     for rank, peak in enumerate(peaks_of_ranks(plan.shortest_alike)):
@@ -115,7 +115,7 @@ class _Pipeline:
     def of(cls, messages: Messages, length: int, replica: int | None) -> Self:
         """Return the pipeline of a ``replica``, or of the slowest of equal ones."""
         plan, cluster = messages.plan, messages.cluster
-        mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
+        mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_rows
         models = pipeline_seconds(messages.workload, cluster, mesh, size, length, replica)
         stages = [
             messages.with_gathers(models[rank].stage(*ends), rank, ends)
@@ -188,7 +188,7 @@ def _update_seconds(messages: Messages, ranks: Sequence[Seconds]) -> float:
 def predict_seconds(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> float:
     """Return the seconds of a step, as ``predict`` does, at a cost that does not grow with the
     number of micro-batches."""
-    setup = cluster.setup(workload, plan.micro_batch_size, length, plan.mesh.dp)
+    setup = cluster.setup(workload, plan.micro_batch_rows, length, plan.mesh.dp)
     messages = Messages(plan, workload, cluster, memory_of_stages(plan, setup))
     slowest = max(_pipelines(messages, length), key=lambda each: each.makespan)
     update = _update_seconds(messages, _seconds_of_ranks(plan, slowest.stages))

@@ -28,7 +28,7 @@ from tests.helpers.models_and_batches import (
 
 LAYERS = 4
 BATCH = random_batch(4)
-MICROBATCHES = split(BATCH, dp=1, replica=0, micro_batch_size=2)
+MICROBATCHES = split(BATCH, dp=1, replica=0, micro_batch_rows=2)
 
 
 def model_with_dropout(
@@ -100,7 +100,7 @@ def run(
     micro_batch_size: int = 2,
 ) -> Result:
     model = model_with_dropout() if model is None else model
-    microbatches = split(BATCH, dp=1, replica=0, micro_batch_size=micro_batch_size)
+    microbatches = split(BATCH, dp=1, replica=0, micro_batch_rows=micro_batch_size)
     return through_stages(model, ranges, microbatches, key=(0, step), savings=saving(checkpoint))
 
 

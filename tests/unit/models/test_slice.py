@@ -32,7 +32,7 @@ from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(6)
 SCALE = 1 / BATCH.valid_tokens
-MICROBATCHES = split(BATCH, dp=1, replica=0, micro_batch_size=2)
+MICROBATCHES = split(BATCH, dp=1, replica=0, micro_batch_rows=2)
 
 
 def stage_of(model: nn.Module, start: int, stop: int, *, checkpoint: bool = False) -> Stage:

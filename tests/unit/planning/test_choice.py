@@ -472,11 +472,11 @@ def test_short_rows_go_several_to_a_micro_batch(are_alike: bool, small: Path) ->
     for length in (16, 64, 2048):
         lengths = SequenceLengths((length, 0), length, length if are_alike else length * 3 // 4)
         plan = chosen(small, ranks(*ROOM), lengths).plan
-        rows[length] = plan.micro_batch_size
+        rows[length] = plan.micro_batch_rows
         assert plan.pack != are_alike
     assert rows[16] > rows[2048] == 1
     assert 4 >= rows[16] >= rows[64] > 1
-    assert chosen(small, ranks(*ROOM), PADDED, micro_batch_size=1).plan.micro_batch_size == 1
+    assert chosen(small, ranks(*ROOM), PADDED, micro_batch_size=1).plan.micro_batch_rows == 1
 
 
 def test_a_schedule_with_a_smaller_bubble_is_taken(small: Path) -> None:
@@ -535,7 +535,7 @@ def test_what_does_not_fit_as_fast_as_can_be_is_made_to_fit(small: Path) -> None
 
 def test_one_rank_orders_nothing(small: Path) -> None:
     choice = chosen(small, ranks(GIB), ALIKE)
-    assert (choice.plan.schedule, choice.plan.micro_batch_size) == ("1f1b", 8)
+    assert (choice.plan.schedule, choice.plan.micro_batch_rows) == ("1f1b", 8)
     assert str(choice) == "chosen: 1 rank, 1f1b, 1 micro-batch of 8"
 
 

@@ -57,7 +57,7 @@ def laid_out(cluster: Cluster, **options: Any) -> tuple[Plan, Workload]:
 def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows() -> None:
     cluster = macs(20, 10)
     auto, work = laid_out(cluster, batch_size=12, pipeline_stages=1, replica_rows="auto")
-    assert (auto.replica_rows, auto.micro_batch_size) == ((8, 4), 8)
+    assert (auto.replica_rows, auto.micro_batch_rows) == ((8, 4), 8)
     equal, _ = laid_out(cluster, batch_size=12, pipeline_stages=1)
     seconds = [predict(plan, work, cluster, 512).step_seconds for plan in (auto, equal)]
     assert seconds[1] / seconds[0] == pytest.approx(1.5, rel=1e-3)  # (s1 + s2) / (2 s2)
