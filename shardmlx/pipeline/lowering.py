@@ -155,10 +155,10 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
         stuck = [f"rank {rank} waits for {Action(*send)}" for send, rank in waiting.items()]
         raise ScheduleError(f"deadlock: {', '.join(sorted(stuck))}")
     last = max((action.microbatch for actions in grid for action in actions), default=0)
-    for (stage, kind), microbatch in product(needs, range(last + 1)):
-        if (stage, kind, microbatch) not in done:
-            missing = Action(stage, kind, microbatch)
-            raise ScheduleError(f"rank {placement[stage]}: {missing} is missing")
+    wanted = [(*key, microbatch) for key, microbatch in product(needs, range(last + 1))]
+    missing = next((Action(*each) for each in wanted if each not in done), None)
+    if missing is not None:
+        raise ScheduleError(f"rank {placement[missing.stage]}: {missing} is missing")
 
 
 def _needs(
