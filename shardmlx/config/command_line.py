@@ -124,18 +124,12 @@ class CommandLine(Generic[Own]):
         ``--help-all`` is another word for ``--help`` of a parser that ``shows_all``.
         """
         options = written(self.options)
-        flags = [each for each in options if each.rules.flag]
-        words = [each.metavar for each in options if each.rules.positional] + ["[OPTIONS]"]
-        words += ["COMMAND [OPTIONS OF COMMAND]"] if self.commands else []
-        only_in_file = ", ".join(each.name for each in options if not each.rules.flag)
-        epilog = self.epilog
-        if only_in_file and (shows_all or self.shown is None):
-            epilog = f"{epilog} In the YAML file only: {only_in_file}.".strip()
+        shows_all |= self.shown is None
         parser = CommandParser(
             prog=f"shardmlx {self.command}",
-            usage=" ".join([f"shardmlx {self.command}", *words]),
+            usage=self._usage(options),
             description=self.description,
-            epilog=epilog,
+            epilog=self._epilog(options) if shows_all else self.epilog,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
             exit_on_error=False,
@@ -144,18 +138,44 @@ class CommandLine(Generic[Own]):
         parser.examples = BY_NAME[self.command].examples
         version = f"shardmlx {shardmlx.__version__}"
         parser.add_argument("--version", action="version", version=version)
+        flags = [each for each in options if each.rules.flag]
+        self._add_flags(parser, flags, flags if shows_all else self._shown(flags))
+        text = argparse.SUPPRESS
+        if self.shown is not None:
+            text = f"show {len(flags)} options and exit"
+        parser.add_argument("--help-all", action="help", help=text)
+        return parser
+
+    def _usage(self, options: Sequence[Declared]) -> str:
+        words = [f"shardmlx {self.command}"]
+        words += [each.metavar for each in options if each.rules.positional]
+        words.append("[OPTIONS]")
+        if self.commands:
+            words.append("COMMAND [OPTIONS OF COMMAND]")
+        return " ".join(words)
+
+    def _epilog(self, options: Sequence[Declared]) -> str:
+        """Return the end of the help, with the options that have no flag."""
+        only_in_file = ", ".join(each.name for each in options if not each.rules.flag)
+        if not only_in_file:
+            return self.epilog
+        return f"{self.epilog} In the YAML file only: {only_in_file}.".strip()
+
+    def _shown(self, flags: Sequence[Declared]) -> Sequence[Declared]:
+        """Return those of the flags that the short help lists."""
+        return [each for each in flags if each.name in (self.shown or ())]
+
+    def _add_flags(
+        self, parser: CommandParser, flags: Sequence[Declared], shown: Sequence[Declared]
+    ) -> None:
         names = dict.fromkeys([*self.groups, *(each.rules.group for each in flags)])
         places = {name: parser.add_argument_group(name).add_argument for name in names if name}
         for each in flags:
             action = _add(places.get(each.rules.group or "", parser.add_argument), each)
-            if not shows_all and self.shown is not None and each.name not in self.shown:
+            if each not in shown:
                 action.help = argparse.SUPPRESS
             for other in each.rules.also:
                 parser.add_argument(other, dest=each.name, help=argparse.SUPPRESS, **_type(each))
-        hides = self.shown is not None
-        text = f"show {len(flags)} options and exit" if hides else argparse.SUPPRESS
-        parser.add_argument("--help-all", action="help", help=text)
-        return parser
 
     def load(self, argv: Sequence[str], rank: int = 0) -> Own:
         """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
@@ -295,13 +315,17 @@ class CommandLine(Generic[Own]):
             values = with_parts(self.options, values, flags)
             return self.options.from_flat(**values), given
         except OptionError as error:
-            if error.name in flags:
-                shown = next(each for each in known if each.name == error.name)
-                name = shown.metavar if shown.rules.positional else shown.flag
-                raise UserError(f"{name} {error.complaint}", error.remedy) from None
-            if path is not None and error.name in values:
-                raise UserError(f"{path}: {error.problem}", error.remedy) from None
-            raise
+            raise self._placed(error, flags, None if error.name not in values else path) from None
+
+    def _placed(self, error: OptionError, flags: Mapping[str, Any], path: str | None) -> UserError:
+        """Return the error of an option with its place: its flag, or else the file at ``path``."""
+        if error.name in flags:
+            each = next(each for each in written(self.options) if each.name == error.name)
+            name = each.metavar if each.rules.positional else each.flag
+            return UserError(f"{name} {error.complaint}", error.remedy)
+        if path is not None:
+            return UserError(f"{path}: {error.problem}", error.remedy)
+        return error
 
     def _read_file(self, path: str) -> dict[str, Any]:
         """Return the options in a YAML file."""
