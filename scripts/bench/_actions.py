@@ -70,7 +70,7 @@ def main() -> None:
         stage_map=StageMap(Partition.from_sizes([1] * pp), tuple(range(pp))),
         schedule="gpipe",
         rows=count,
-        micro_batch_size=1,
+        micro_batch_rows=1,
         trainable=(True,) * pp,
     )
     stage = cast(Stage, Idle(transport.rank, pp, count))
