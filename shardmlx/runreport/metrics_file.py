@@ -25,11 +25,16 @@ def read_metrics(path: str | Path) -> list[Event]:
     ``UserError`` if the file cannot be read or has no event."""
     path = Path(path)
     remedy = "name the file that train --metrics-file wrote"
-    with file_access("read metrics file", path, remedy):
-        lines = path.read_bytes().splitlines()
-    events = [event for event in map(_parse, lines) if event and event["event"] in KNOWN]
+    lines = 0
+    events = []
+    with file_access("read metrics file", path, remedy), path.open("rb") as file:
+        for line in file:
+            lines += 1
+            event = _parse(line)
+            if event is not None and event["event"] in KNOWN:
+                events.append(event)
     if not events:
-        raise UserError(f"{path} has no metrics of a run in its {len(lines)} lines", remedy)
+        raise UserError(f"{path} has no metrics of a run in its {lines} lines", remedy)
     return events
 
 

@@ -87,9 +87,10 @@ class RequestMeter:
         self.metrics.counters["generated_tokens"].inc(more)
         drafts = delta.drafts
         before = self.drafts
-        self.metrics.counters["draft_rounds"].inc(drafts.rounds - before.rounds)
-        self.metrics.counters["drafted_tokens"].inc(drafts.drafted - before.drafted)
-        self.metrics.counters["accepted_tokens"].inc(drafts.accepted - before.accepted)
+        if drafts != before:
+            self.metrics.counters["draft_rounds"].inc(drafts.rounds - before.rounds)
+            self.metrics.counters["drafted_tokens"].inc(drafts.drafted - before.drafted)
+            self.metrics.counters["accepted_tokens"].inc(drafts.accepted - before.accepted)
         self.generated = delta.generated
         self.drafts = drafts
         self.last = now
