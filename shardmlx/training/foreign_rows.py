@@ -54,7 +54,7 @@ _TURNS = (
 
 def is_turn(value: Any) -> bool:
     """Return whether a value is a turn of ShareGPT, and not a message with a role."""
-    return isinstance(value, Mapping) and _FROM in value and "role" not in value
+    return isinstance(value, Mapping) and _FROM in value and value.get("role") is None
 
 
 def is_foreign(row: Mapping[str, Any]) -> bool:
@@ -87,7 +87,13 @@ def message_of(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a turn of ShareGPT, called ``name``, as a message. Raises ``UserError``."""
     side = turn[_FROM]
     value = turn.get(_VALUE)
-    others = {key: each for key, each in turn.items() if key not in (_FROM, _VALUE)}
+    others = {
+        key: each
+        for key, each in turn.items()
+        if key not in (_FROM, _VALUE) and each is not None  # a table has all keys of all turns
+    }
+    if "content" in others:
+        raise UserError(f"{name} has {_VALUE!r}, and 'content' too", "keep one")
     if side == _CALL:
         return {"role": "assistant", **others, "tool_calls": _calls_of(value, f"{name}.value")}
     role = _ROLES.get(side) if isinstance(side, str) else None

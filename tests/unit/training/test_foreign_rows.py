@@ -153,6 +153,12 @@ def test_turns_of_sharegpt_are_messages(tmp_path: Path, turns: Any, text: str) -
     assert texts(tmp_path, {"talk": turns}, chat_feature="talk") == [text]
 
 
+def test_turns_of_a_table_have_nulls_for_the_keys_of_others(tmp_path: Path) -> None:
+    turns = [{**HUMAN, "role": None, "content": None, "weight": None}]
+    turns.append({"from": None, "value": None, "role": "assistant", "content": "ho"})
+    assert texts(tmp_path, {"conversations": turns}) == ["<u>hi;<a>ho;"]
+
+
 def test_calls_and_their_results_have_one_id(tmp_path: Path) -> None:
     row = {"conversations": [HUMAN, CALL, SEEN, CALL, SEEN, GPT], "tools": json.dumps([TOOL])}
     (text,) = texts(tmp_path, row, tokenizer=Calls)
@@ -195,6 +201,7 @@ def test_the_column_system_begins_a_conversation(tmp_path: Path) -> None:
         ({"from": "function_call", "value": "look"}, 'conversations[1].value is "look"'),
         ({"from": "function_call", "value": '{"arguments": {}}'}, "conversations[1].value"),
         ({"value": "x"}, "conversations[1]"),
+        ({**GPT, "content": "x"}, "conversations[1] has 'value'"),
         ("x", "conversations[1]"),
     ],
 )
