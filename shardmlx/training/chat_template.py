@@ -124,6 +124,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_calls(self) -> bool:
+        """True if the template writes calls of tools."""
         # A template may join arguments with its own text, which only text allows.
         forms: tuple[Any, ...] = ({}, "{}")
         texts = [

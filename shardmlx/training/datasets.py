@@ -31,6 +31,7 @@ class DataSets:
     warnings: tuple[str, ...] = ()
 
     def sizes(self) -> dict[str, int]:
+        """Return the number of samples of each set, by name."""
         return {"train": len(self.train), "valid": len(self.valid), "test": len(self.test)}
 
 

@@ -43,6 +43,7 @@ class TextRows(RowForm):
         self._cuts = TextCuts(tokenizer)
 
     def check(self, row: Row, where: str) -> Sequence[bool]:
+        """Return that the text is wanted. Raises ``UserError`` for a value that is not text."""
         text = value_of(row, self._key, where)
         if not isinstance(text, str):
             raise no_text(text, f"{where}: {self._key}")
