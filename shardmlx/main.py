@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import shardmlx
-from shardmlx.common.cli import BAD_INPUT, INTERRUPTED, run_command
+from shardmlx.common.cli import BAD_INPUT, INTERRUPTED, run_command, whole_output
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.config.commands import BY_NAME, COMMANDS, Command, imported
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words[0] if words else ""
     command = BY_NAME.get(name)
     if command is not None and command.needs_ranks:
-        return _on_ranks(command, words[1:])
+        with whole_output():
+            return _on_ranks(command, words[1:])
     if command is not None:
         run = imported(command.run)
         return run_command(lambda: run(words[1:]))

@@ -1,4 +1,5 @@
-"""Output that nobody takes any more: of a closed terminal, or of a pipe whose reader has gone."""
+"""Output that nobody takes any more: of a closed terminal, or of a pipe whose reader has gone; and
+output that is lost, since a disk is full."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -17,10 +19,19 @@ if TYPE_CHECKING:
 _CLOSED_TERMINAL = (errno.EIO, errno.ENXIO)
 
 
+class OutputLost(OSError):
+    """A fault of what takes a command's output, such as a full disk."""
+
+
 def outlive_readers() -> None:
     """Let writes to stdout and stderr do nothing once nobody takes them, as ``write_all`` does."""
-    sys.stdout = _outliving(sys.stdout)
-    sys.stderr = _outliving(sys.stderr)
+    sys.stdout = _as_output(sys.stdout, write_all)
+    sys.stderr = _as_output(sys.stderr, write_all)
+
+
+def tell_losses() -> None:
+    """Let writes to stdout raise ``OutputLost`` for a fault; ``BrokenPipeError`` stays itself."""
+    sys.stdout = _as_output(sys.stdout, _put)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -30,19 +41,22 @@ def write_all(fd: int, data: bytes) -> None:
     has gone (``| head -3``), this function does so. It says nothing if the reader of stderr has
     gone. Raises other ``OSError``: a disk may be full.
     """
+    try:
+        _put(fd, data)
+    except BrokenPipeError:
+        _drop(fd)
+    except OSError as error:
+        if error.errno not in _CLOSED_TERMINAL:
+            raise
+
+
+def _put(fd: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         try:
             rest = rest[os.write(fd, rest) :]
         except BlockingIOError:
             select.select([], [fd], [])
-        except BrokenPipeError:
-            _drop(fd)
-            return
-        except OSError as error:
-            if error.errno not in _CLOSED_TERMINAL:
-                raise
-            return
 
 
 def say_line(text: str) -> None:
@@ -52,12 +66,17 @@ def say_line(text: str) -> None:
         write_all(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
-def _drop(fd: int) -> None:
-    """Let all that this process writes there go nowhere. If it is stdout, send SIGHUP; with nohup,
-    which ignores that, the process goes on."""
+def send_nowhere(fd: int) -> None:
+    """Let all that this process writes there go nowhere from here on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)
+
+
+def _drop(fd: int) -> None:
+    """Write nothing more there. If it is stdout, send SIGHUP; with nohup, which ignores that, the
+    process goes on."""
+    send_nowhere(fd)
     if fd == 1:
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         say_line(f"shardmlx: nobody reads the output any more{': goes on' if ignored else ''}")
@@ -66,19 +85,27 @@ def _drop(fd: int) -> None:
 
 
 class _Output(io.FileIO):
-    """A file descriptor that outlives those who take its output. It stays open without this."""
+    """A file descriptor to which ``put`` writes all; what it raises says that the output is lost.
+    It stays open without this."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, put: Callable[[int, bytes], None]) -> None:
         super().__init__(fd, "w", closefd=False)
+        self._put = put
 
     def write(self, data: Buffer, /) -> int:
         """Write all; return the number of bytes, also if nobody has taken them."""
         whole = bytes(memoryview(data))
-        write_all(self.fileno(), whole)
+        try:
+            self._put(self.fileno(), whole)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            fault = f"cannot write the output: {error.strerror}"
+            raise OutputLost(error.errno, fault) from None
         return len(whole)
 
 
-def _outliving(stream: TextIO) -> TextIO:
+def _as_output(stream: TextIO, put: Callable[[int, bytes], None]) -> TextIO:
     try:
         fd = stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -86,8 +113,10 @@ def _outliving(stream: TextIO) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
+    raw = _Output(fd, put)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Output(fd)),
+        # Text that is written through stays in no buffer, as with python -u.
+        raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

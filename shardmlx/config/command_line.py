@@ -65,9 +65,23 @@ class CommandParser(argparse.ArgumentParser):
         """Return argparse's help, with the examples below it."""
         return "\n  ".join([f"{super().format_help()}\nexamples:", *self.examples]) + "\n"
 
+    def print_help(self, file: Any = None) -> None:
+        """Print it; argparse would pass over what cannot be written."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         """Raise ``UserError`` with what argparse found wrong."""
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits; argparse would pass over what cannot be written."""
+
+    help = "show program's version number and exit"
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"shardmlx {shardmlx.__version__}")
+        parser.exit()
 
 
 def _add(add: Callable[..., argparse.Action], each: Declared) -> argparse.Action:
@@ -136,8 +150,7 @@ class CommandLine(Generic[Own]):
             formatter_class=HelpOfWholeWords,
         )
         parser.examples = BY_NAME[self.command].examples
-        version = f"shardmlx {shardmlx.__version__}"
-        parser.add_argument("--version", action="version", version=version)
+        parser.add_argument("--version", action=_Version, nargs=0, help=_Version.help)
         flags = [each for each in options if each.rules.flag]
         self._add_flags(parser, flags, flags if shows_all else self._shown(flags))
         text = argparse.SUPPRESS

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -153,6 +154,8 @@ def _run_together(
             options = transport.broadcast(options, what="options")
             transport.set_timeout(timeout(options))
             run(options, transport)
+            if sys.stdout is not None:  # a full disk is a failure of the job
+                sys.stdout.flush()
     except AgreedError as error:
         return 2, f"error: {one_line(error)}"
     except AgreedFailure as error:

@@ -48,25 +48,36 @@ exec stty "$saved" <&2
 
 class PipedLines:
     """Lines of a file descriptor, whose silence may mean its end: by default where mpirun reads
-    from a pipe or a file. ``prompt`` is printed for each."""
-
-    help = """\
-- 'q' to leave, 'r' to begin anew, 'h' for this help
-- Enter while the model answers makes it stop"""
+    from a pipe or a file. ``prompt`` is printed for each. Where they are ``typed``, by default at a
+    terminal, an empty one interrupts."""
 
     def __init__(
-        self, fd: int = 0, ends_in_silence: bool | None = None, *, prompt: str = ""
+        self,
+        fd: int = 0,
+        ends_in_silence: bool | None = None,
+        *,
+        prompt: str = "",
+        typed: bool | None = None,
     ) -> None:
         self._source = StdinReader(fd)
         self._prompt = prompt
+        source = _launcher_file(0)
+        is_terminal = str(source).startswith(("/dev/pts", "/dev/tty", "/dev/console"))
         if ends_in_silence is None:
-            source = _launcher_file(0)
-            is_terminal = str(source).startswith(("/dev/pts", "/dev/tty", "/dev/console"))
             ends_in_silence = source is not None and not is_terminal
+        if typed is None:  # under an mpirun of which nothing is known, somebody may be there
+            typed = is_terminal if source is not None else under_mpirun() or os.isatty(fd)
         self._ends_in_silence = ends_in_silence
+        self._typed = typed
         self._incomplete = b""
         self._lines: deque[str] = deque()
         self._is_open = True
+
+    @property
+    def help(self) -> str:
+        """The keys and words that do something."""
+        first = "- 'q' to leave, 'r' to begin anew, 'h' for this help"
+        return f"{first}\n- Enter while the model answers makes it stop" if self._typed else first
 
     def ask(self, meanwhile: Callable[[], None]) -> str | None:
         """Return the next line; None at the end. ``meanwhile`` is called every second."""
@@ -82,9 +93,12 @@ class PipedLines:
         return self._lines.popleft() if self._lines else None
 
     def interrupts(self) -> bool:
-        """Return whether an empty line has come while nobody was asked. Other lines wait."""
+        """Return whether an empty line was typed while nobody was asked. Other lines wait, and so
+        do all of a pipe or a file, whose lines come at once."""
         if self._is_open:
             self._read(0.0)
+        if not self._typed or self._source.tells_end:
+            return False
         empty = next((line for line in self._lines if not line.strip()), None)
         if empty is not None:
             self._lines.remove(empty)

@@ -27,11 +27,12 @@ def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:
 
 def test_a_conversation(small: Path) -> None:
     """The first answer is mlx-lm's; the second computes only what is new; a new conversation
-    answers as the first did. The end of stdin, or silence on a pipe, ends it."""
+    answers as the first did. An empty line of a pipe stops no answer. The end of stdin, or silence
+    on a pipe, ends it."""
     said = "What is the colour of the sea?"
     job = chat(
         2,
-        [said, "And why?", "h", "r", said],
+        [said, "", "And why?", "", "h", "r", said, ""],
         *("--model", small, "--max-tokens", "12"),
     ).well()
     first = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12").strip()

@@ -49,6 +49,15 @@ def test_the_text_of_mlx_lm_for_a_prompt_that_is_piped_through_launch(small: Pat
     assert answer == mlx_lm(*how, "--prompt", PROMPT)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_answer_that_a_full_disk_does_not_take_is_a_failure(small: Path) -> None:
+    """Python holds it in a buffer until the end, where a fault would be a traceback."""
+    how = ["--model", str(small), "--max-tokens", "3", "--no-verbose", "--prompt", "Aye"]
+    command = shlex.join([sys.executable, "-m", "shardmlx", "generate", *how])
+    job = mpirun(1, command=["env", "PYTHONUNBUFFERED=", "sh", "-c", f"{command} > /dev/full"])
+    assert "No space left on device" in job.failure(1)
+
+
 def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
     how: Sequence[str | Path] = (
         *("--model", small_quantised, "--prompt", PROMPT, "--max-tokens", "20"),

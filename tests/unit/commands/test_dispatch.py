@@ -155,7 +155,32 @@ def test_only_the_module_of_the_command_is_imported() -> None:
 def test_a_reader_that_has_gone_ends_a_command_as_sigpipe_would_without_a_line() -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "shardmlx", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+    for words in (["--help"], ["train", "--help"]):
+        command = [sys.executable, "-m", "shardmlx", *words]
+        done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
     os.close(write)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "train --help-all", "plan --version", "schedule"]
+)
+def test_output_that_a_full_disk_does_not_take_is_one_line_and_a_failure(
+    words: str, unbuffered: str
+) -> None:
+    stages = ["--pipeline-stages", "2", "--micro-batches", "2"] if words == "schedule" else []
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "shardmlx", *words.split(), *stages],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -75,8 +75,18 @@ def test_silence_is_no_end_where_launch_passes_it_on(
     assert len(calls) >= 20
 
 
-def test_an_empty_line_interrupts_and_others_wait(pipe: tuple[int, int]) -> None:
-    lines = PipedLines(pipe[0], ends_in_silence=False)
+def test_lines_of_a_file_wait_and_an_empty_one_interrupts_nothing(pipe: tuple[int, int]) -> None:
+    for begin in (b"", MARK + (11).to_bytes(8)):  # launch passes them on in pieces
+        lines = PipedLines(pipe[0], ends_in_silence=False, typed=None if begin == b"" else True)
+        os.write(pipe[1], begin + b"one\n\n\ntwo\n\n")
+        assert not lines.interrupts()
+        assert [lines.ask(lambda: None) for _ in range(5)] == ["one", "", "", "two", ""]
+    assert "Enter" not in PipedLines(pipe[0]).help
+    assert "Enter" in PipedLines(pipe[0], typed=True).help
+
+
+def test_an_empty_line_that_is_typed_interrupts_and_others_wait(pipe: tuple[int, int]) -> None:
+    lines = PipedLines(pipe[0], ends_in_silence=False, typed=True)
     assert not lines.interrupts()
     os.write(pipe[1], b"\n")
     assert lines.interrupts()
