@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -55,6 +56,22 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel: Path) -> None:
         | {"shardmlx/py.typed"}
         | {f"{page}/{path.name}" for page in PAGES for path in (ROOT / page).iterdir()}
     )
+
+
+def test_every_folder_is_declared_and_every_extra_is_in_all() -> None:
+    """setuptools warns of folders of data that it takes for packages which nobody declared."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {
+        ".".join(path.relative_to(ROOT).parts)
+        for path in [ROOT / "shardmlx", *(ROOT / "shardmlx").rglob("*/")]
+        if path.is_dir() and "__pycache__" not in path.parts
+    }
+    linked = {each for each in project["tool"]["setuptools"]["packages"] if "models." in each}
+    assert set(project["tool"]["setuptools"]["packages"]) == folders | linked
+    extras = project["project"]["optional-dependencies"]
+    of_users = set(extras) - {"all", "dev", "demo", "bench", "tokenizer"}
+    (every,) = extras["all"]
+    assert set(every.removeprefix("shardmlx[").removesuffix("]").split(",")) == of_users
 
 
 def test_the_wheel_has_the_version_and_licence_of_the_project(wheel: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,14 +40,19 @@ def test_the_mac_runs_all_tests_of_one_machine() -> None:
 # Checks that stop
 
 
-def run_step(name: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the step of the release that has this name, as GitHub does."""
-    jobs = yaml.safe_load(WORKFLOWS["release"].read_text())["jobs"]
+def run_step(
+    name: str, cwd: Path, workflow: str = "release", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the step of a workflow that has this name, as GitHub does."""
+    jobs = yaml.safe_load(WORKFLOWS[workflow].read_text())["jobs"]
     (step,) = (
         step for job in jobs.values() for step in job["steps"] if name in step.get("name", "")
     )
     command = ["bash", "-e", "-c", f"{step['run']}\necho 'the build goes on'"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 OWNED = (
@@ -97,6 +104,58 @@ def test_no_other_file_names_the_owner() -> None:
         if path.is_file() and "github.com/OWNER" in path.read_text(encoding="utf-8")
     }
     assert naming == set(OWNED)
+
+
+def test_every_link_and_picture_of_pypis_page_leads_to_a_file_of_the_release(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    release = {"GITHUB_REPOSITORY": "ann/shardmlx", "GITHUB_REF_NAME": "v1.2.3"}
+    python = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert run_step("Links", tmp_path, **release, **python).returncode == 0
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)", page) + re.findall(r'(?:src|srcset|href)="([^"]+)"', page)
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = re.compile(
+        r"https://(raw\.githubusercontent\.com/ann/shardmlx|github\.com/ann/shardmlx/blob)/v1\.2\.3/"
+        r"([^#]+)"
+    )
+    found = [match for match in map(ours.match, links) if match]
+    assert len(found) > 30
+    for match in found:
+        assert (ROOT / match[2]).is_file()
+        is_picture = Path(match[2]).suffix in (".svg", ".png")
+        assert is_picture == match[1].startswith("raw.")
+
+
+@pytest.mark.parametrize(
+    ("number", "does"),
+    [
+        ("", "issue create --title Fails --body See URL."),
+        ("7", "issue comment 7 --body Again: URL."),
+    ],
+)
+def test_a_weekly_failure_opens_no_second_issue(number: str, does: str, tmp_path: Path) -> None:
+    gh = tmp_path / "gh"
+    gh.write_text('#!/bin/sh\necho "$*" >> calls\ncase "$2" in list) printf %s "$NUMBER";; esac\n')
+    gh.chmod(0o755)
+    variables = {"TITLE": "Fails", "RUN": "URL", "NUMBER": number}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert run_step("Open an issue", tmp_path, "weekly", PATH=path, **variables).returncode == 0
+    asked, done = (tmp_path / "calls").read_text().splitlines()
+    assert asked.startswith("issue list --state open ")
+    assert "env.TITLE" in asked
+    assert done == does
+
+
+def test_macs_are_not_asked_about_what_only_readers_see() -> None:
+    # YAML takes the key ``on`` for True.
+    events = yaml.safe_load(WORKFLOWS["mac"].read_text())[True]
+    for event in ("push", "pull_request"):
+        ignored = events[event]["paths-ignore"]
+        assert {"**.md", "docs/**"} <= set(ignored)
+        assert not any("shardmlx" in path or "tests" in path for path in ignored)
 
 
 @pytest.mark.parametrize(
