@@ -62,9 +62,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: {error.problem or error.context}", "mend the YAML") from None
+        raise UserError(f"{where}: {error.problem or error.context}", "fix the YAML") from None
     except (yaml.YAMLError, *FAULTS) as error:  # tags, like !!bool maybe, have their own
-        raise UserError(f"{path}: {one_line(error)}", "mend the YAML") from None
+        raise UserError(f"{path}: {one_line(error)}", "fix the YAML") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path} holds {found}", "write one 'key: value' a line")

@@ -302,10 +302,11 @@ def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLen
 def _headline(run: RunSpec, plan: Plan) -> str:
     mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
     across = f" x {mesh.tp} tensor parallel" if mesh.tp > 1 else ""
+    batches = "micro-batch" if plan.microbatches == 1 else "micro-batches"
     if plan.replica_rows:
         rows = f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
     return (
         f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
         f"{mesh.pp} pipeline parallel{across}, {stages}, {plan.schedule}, batches of "
-        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{rows}"
+        f"{run.batch.batch_size} in {plan.microbatches} {batches} a replica{rows}"
     )

@@ -95,7 +95,7 @@ def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
     heads = ("to generate", "fullest rank", "of", "tokens/s at most", "of the fastest")
     return [
         "",
-        f"a text of {tokens} tokens, of which each reads all weights:",
+        f"Generating at a {tokens}-token context (upper bounds):",
         columns(heads, lines),
         *(["the fastest: " + " ".join(words)] if fastest.fits else []),
     ]
