@@ -40,7 +40,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 NO_DRAFT, LOOKUP, HEAD = "none", "lookup", "mtp"
 
 MOST_DRAFTS = 16
-"""Tokens that are guessed at a time at most, where measured times choose how many."""
+"""Tokens that are guessed at a time at most, where what was right chooses how many."""
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
@@ -138,7 +138,7 @@ class InferenceConfig(Options):
     )
     num_draft_tokens: int | None = _pipeline(
         None,
-        "tokens guessed at a time; auto: as many as pay by measured times",
+        "tokens guessed at a time; auto: more while all are right",
         metavar="TOKENS",
         unset=AUTO,
         minimum=1,
