@@ -190,7 +190,8 @@ class Orders:
     def of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
         """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``."""
         nodes = [tuple(0 for _ in kinds)]
-        counts, placings = [], []
+        counts = []
+        placings = []
         for kinds_here in allowed:
             following: dict[tuple[int, ...], int] = {}
             ways: dict[int, list[tuple[int, int]]] = {kind: [] for kind in kinds_here}
@@ -336,10 +337,13 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
 
     Going back from the last state, each stage finds the state before it, which gives the same sum.
     """
-    node, stop = 0, tables.time.shape[-1] - 1
+    node = 0
+    stop = tables.time.shape[-1] - 1
     kind = int(least[-1][node, :, stop].argmin())
     total = float(least[-1][node, kind, stop])
-    kinds, bounds, times = [], [stop], []
+    kinds = []
+    bounds = [stop]
+    times = []
     for stage in reversed(range(len(orders.placings))):
         placing = next(each for each in orders.placings[stage] if each.kind == kind)
         node = int(placing.sources[np.flatnonzero(placing.targets == node)[0]])
@@ -349,6 +353,7 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
         kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)
         kinds.append(kind)
         times.append(float(stage_time[narrower]))
-        kind, stop = int(kind_before), stop - 1 - int(narrower)
+        kind = int(kind_before)
+        stop = stop - 1 - int(narrower)
         bounds.append(stop)
     return Path(total, max(times), orders.placement(kinds[::-1]), tuple(bounds[::-1]))

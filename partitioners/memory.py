@@ -70,7 +70,8 @@ def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
         return of_rank[rank] / problem.capacity[rank], of_rank[rank] - problem.capacity[rank]
 
     rank = max(range(problem.pp), key=fullness)
-    held, has = of_rank[rank], problem.capacity[rank]
+    held = of_rank[rank]
+    has = problem.capacity[rank]
     where = " and ".join(
         f"stage {stage} (layers {numbers_of(*partition.ranges[stage])})"
         for stage in problem.stages_of(rank)

@@ -162,7 +162,8 @@ def _setup(
     head: int,
 ) -> GenerationSetup:
     """Return what decides the memory of a run on so many ``stages``."""
-    shape, backend = inputs.sizes.shape, inputs.cluster.backend
+    shape = inputs.sizes.shape
+    backend = inputs.cluster.backend
     sequences = min(config.batch_size, load.sequences)
     step = max(load.prompt, sequences + config.most_drafts)
     setup = GenerationSetup(
@@ -263,7 +264,8 @@ def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
 
 def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
     """Return how the first rank would take more than its budget; "" if none does."""
-    setup, ranges = plan.setup, plan.ranges
+    setup = plan.setup
+    ranges = plan.ranges
     for rank, (budget, memory) in enumerate(zip(budgets, plan.memory, strict=True)):
         if memory.peak > budget.nbytes:
             tokens = f"{setup.cache_tokens} tokens"

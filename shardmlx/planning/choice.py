@@ -75,8 +75,10 @@ class Choice:
     @property
     def way(self) -> str:
         """The way in words, as ``plan`` and a run print it."""
-        plan, run = self.plan, self.run
-        ranks, across = plural(plan.mesh.pp, "rank"), run.layout.across
+        plan = self.plan
+        run = self.run
+        ranks = plural(plan.mesh.pp, "rank")
+        across = run.layout.across
         if across > 1:
             ranks = f"{plural(plan.mesh.pp, 'stage')} of {across} ranks with tensor shares"
         if plan.mesh.dp > 1:
@@ -103,7 +105,9 @@ class Choice:
 
 def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
     """Return a way's time and memory; ``DoesNotFitError`` without room, or ``UserError``."""
-    plan, workload, cluster = lay_out(way, facts), facts.work(way), facts.cluster
+    plan = lay_out(way, facts)
+    workload = facts.work(way)
+    cluster = facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
     for rank, each in enumerate(memory):
         too_much = each.peak - cluster.capacity(rank)
@@ -316,7 +320,8 @@ class _Search:
 
     def _least_seconds(self, way: RunSpec) -> float:
         """Return the seconds of a step in which all machines are always busy."""
-        facts, batch = self._facts, way.batch
+        facts = self._facts
+        batch = way.batch
         mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
         rows, size = divide_batch(way, mesh)
         length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
@@ -332,7 +337,8 @@ def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
 
 def _but_for_size(way: RunSpec) -> tuple[object, ...]:
     """Return all answers of a way but for the size of its micro-batches."""
-    layout, batch = way.layout, way.batch
+    layout = way.layout
+    batch = way.batch
     return (
         *(layout.pipeline_stages, layout.schedule, layout.partitioner, way.fine_tune.zero),
         *(batch.pack, batch.recompute, batch.loss_chunk),
@@ -341,7 +347,8 @@ def _but_for_size(way: RunSpec) -> tuple[object, ...]:
 
 def _alike(way: RunSpec) -> tuple[object, ...]:
     """Return the common part of ways among which those that hold more are faster."""
-    layout, batch = way.layout, way.batch
+    layout = way.layout
+    batch = way.batch
     return (
         *(layout.pipeline_stages, layout.schedule),
         *(batch.pack, batch.micro_batch_size, batch.loss_chunk),

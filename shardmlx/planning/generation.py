@@ -116,8 +116,10 @@ def generation_problem(
     setup: GenerationSetup, shares: TensorShares, cluster: Cluster, costs: LayerCosts
 ) -> Problem:
     """Return the problem of dividing layers of these ``costs`` among stages, each on a group."""
-    across, capacities = shares.size, [cluster.capacity(rank) for rank in range(cluster.size)]
-    firsts, of_shares = cluster.machines[::across], setups_of(setup, shares)
+    across = shares.size
+    capacities = [cluster.capacity(rank) for rank in range(cluster.size)]
+    firsts = cluster.machines[::across]
+    of_shares = setups_of(setup, shares)
 
     def peak(stage: int, start: int, stop: int) -> float:
         """Return what the rank of a stage that has the least to spare takes, were it the first."""
@@ -140,10 +142,13 @@ def _predicted(
 ) -> GenerationWay:
     """Return the way with these stages. A rank reads what a token uses of its weights; each layer
     sums its hidden state twice, and each stage sends it on."""
-    across, shape = shares.size, setup.model.shape
-    of_shares, ranges = setups_of(setup, shares), stage_map.partition.ranges
+    across = shares.size
+    shape = setup.model.shape
+    of_shares = setups_of(setup, shares)
+    ranges = stage_map.partition.ranges
     bandwidths = [bandwidth_of(each) or math.inf for each in cluster.machines]
-    seconds, fullest = 0.0, (0.0, math.inf)
+    seconds = 0.0
+    fullest = (0.0, math.inf)
     hidden = setup.model.dtype_bytes * shape.hidden_size
     for stage, (start, stop) in enumerate(ranges):
         ranks = range(stage * across, (stage + 1) * across)
@@ -173,10 +178,12 @@ def _predicted(
 def _read(setup: GenerationSetup, whole: ModelShape, start: int, stop: int) -> float:
     """Return the bytes of weights that a token reads in a stage: of experts those that it uses, or
     of whole ones as many as on the busiest rank, on average."""
-    shape, sizes = setup.model.shape, setup.model.weight_sizes
+    shape = setup.model.shape
+    sizes = setup.model.weight_sizes
     nbytes = 0.0
     for layer, size in zip(range(start, stop), sizes.layers[start:stop], strict=True):
-        own, of_all = shape.layer(layer), whole.layer(layer)
+        own = shape.layer(layer)
+        of_all = whole.layer(layer)
         read: float = own.active_parameters
         if own.experts < of_all.experts:
             one = sum(each.parameters / each.copies for _, each in own.linears if each.experts)
@@ -190,7 +197,8 @@ def _read(setup: GenerationSetup, whole: ModelShape, start: int, stop: int) -> f
 def _busiest(layer: LayerShape, held: int) -> float:
     """Return how many of the ``held`` experts a token takes on the busiest rank, on average: half a
     normal distribution above the mean, if it takes any as likely."""
-    count, taken = layer.experts, layer.experts_per_token
+    count = layer.experts
+    taken = layer.experts_per_token
     mean = taken * held / count
     variance = mean * (1 - held / count) * (count - taken) / (count - 1)
     return min(mean + math.sqrt(2 * variance / math.pi), taken, held)

@@ -57,7 +57,9 @@ def in_groups(
 ) -> tuple[Workload, Cluster, list[int]]:
     """Return the work and the machines of a plan for groups, and the rank that stands for each: the
     one with the least memory for its share. A group is as fast as its slowest rank."""
-    across, parts, ringed = shares.size, parts_of(whole, shares), cluster.with_rings(shares.size)
+    across = shares.size
+    parts = parts_of(whole, shares)
+    ringed = cluster.with_rings(shares.size)
     groups = [range(first, first + across) for first in range(0, cluster.size, across)]
     scarcest = [
         min(group, key=lambda rank: cluster.capacity(rank) / shares.weights[rank % across])

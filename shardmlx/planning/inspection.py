@@ -132,7 +132,9 @@ def divided(options: InspectOptions, inspection: Inspection) -> Split | None:
     generation = None
     if options.context is not None:
         generation = generation_of(inspection, options.sequences, options.context)
-    across, files, stage_map = options.tensor_parallel, inspection.files, None
+    across = options.tensor_parallel
+    files = inspection.files
+    stage_map = None
     stages = options.pipeline_stages or max(1, len(machines) // across)
     if options.stage_map is not None:
         stage_map = read_stage_map(options.stage_map)

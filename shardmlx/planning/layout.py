@@ -29,8 +29,11 @@ MICROBATCHES_A_RANK = 4
 def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     """Return the plan of a run without open options; ``DoesNotFitError`` if the partitioner finds
     no room, another ``UserError`` if the run cannot be laid out."""
-    layout, given, cluster = way.layout, facts.stage_map, facts.cluster
-    workload, length = facts.work(way), facts.lengths.mean(way.batch.pack)
+    layout = way.layout
+    given = facts.stage_map
+    cluster = facts.cluster
+    workload = facts.work(way)
+    length = facts.lengths.mean(way.batch.pack)
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
     rows, size = divide_batch(way, mesh)
     chosen = get_schedule(layout.schedule)
@@ -76,7 +79,8 @@ def _problem(
     In the ``draft`` every stage is trained, and its layers do not count. Costs are seconds, or
     FLOPs if speeds are unknown; links then do not count.
     """
-    mesh, size = draft.mesh, draft.micro_batch_rows
+    mesh = draft.mesh
+    size = draft.micro_batch_rows
     setup = cluster.setup(workload, size, longest, mesh.dp)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
     capacity = tuple(
@@ -184,7 +188,8 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
     The loss is a mean over all tokens of the batch: their division changes only the order of sums.
     ``UserError`` for an unknown speed, or if replicas would gather weights unequally often.
     """
-    batch, dp = workload.batch, plan.mesh.dp
+    batch = workload.batch
+    dp = plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
         return plan
     together = plan.together

@@ -34,7 +34,9 @@ def remedies(run: RunSpec, facts: PlanFacts) -> list[str]:
 
 def _changes(run: RunSpec, facts: PlanFacts) -> Iterator[Iterable[tuple[str, RunSpec, PlanFacts]]]:
     """Yield changes of one kind, the least first, with the run and the facts that they make."""
-    batch, tune, cluster = run.batch, run.fine_tune, facts.cluster
+    batch = run.batch
+    tune = run.fine_tune
+    cluster = facts.cluster
     for name, tighter in _tighter(run, facts):
         yield [(name, tighter, facts)]
     lora = replace(run, fine_tune=replace(tune, fine_tune_type="lora", unfreeze_all=False))
@@ -56,14 +58,17 @@ def _changes(run: RunSpec, facts: PlanFacts) -> Iterator[Iterable[tuple[str, Run
         if length >= SHORTEST
     )
     free = replace(run.layout, stage_map=None, pipeline_stages=None, data_parallel=None)
-    run, facts = replace(run, layout=free), replace(facts, stage_map=None)
+    run = replace(run, layout=free)
+    facts = replace(facts, stage_map=None)
     for clusters in (_one_machine_less(cluster), _more_machines(cluster, facts)):
         yield ((name, run, replace(facts, cluster=other)) for name, other in clusters)
 
 
 def _tighter(run: RunSpec, facts: PlanFacts) -> Iterator[tuple[str, RunSpec]]:
     """Yield the run with one of the user's options replaced by a thriftier one."""
-    batch, layout, tune = run.batch, run.layout, run.fine_tune
+    batch = run.batch
+    layout = run.layout
+    tune = run.fine_tune
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
         yield "attention_chunk: auto and loss_chunk: auto", replace(run, batch=pieces)
@@ -84,7 +89,8 @@ def _tighter(run: RunSpec, facts: PlanFacts) -> Iterator[tuple[str, RunSpec]]:
 
 def quantised(workload: Workload) -> Workload | None:
     """Return the same work on weights of 4 bits; None if they are quantised already."""
-    shape, sizes = workload.shape, workload.weight_sizes
+    shape = workload.shape
+    sizes = workload.weight_sizes
     width = workload.dtype_bytes
     if sizes.layers[0] < width * shape.layer(0).parameters:
         return None

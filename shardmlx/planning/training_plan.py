@@ -71,7 +71,8 @@ def facts_for(
 ) -> tuple[RunSpec, PlanFacts]:
     """Return a run, and the facts for it with full rows on these machines, each rank by itself."""
     run = config if isinstance(config, RunSpec) else config.spec
-    profile, stage_map = run.machines.profile, run.layout.stage_map
+    profile = run.machines.profile
+    stage_map = run.layout.stage_map
     cluster = Cluster(
         machines=machine_of_each_rank(machines if backend == "cpu" else as_macs(machines)),
         profile=None if profile is None else read_profiles(profile),

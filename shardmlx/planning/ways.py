@@ -36,7 +36,8 @@ def ways(run: RunSpec, facts: PlanFacts) -> list[RunSpec]:
 
 def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
     """Return a sort key: little recomputing and few messages first, and long pipelines."""
-    batch, stages = way.batch, way.layout.pipeline_stages or 1
+    batch = way.batch
+    stages = way.layout.pipeline_stages or 1
     again = RECOMPUTE.index(batch.recomputed)
     counted = batch.loss_chunk == COUNTED
     return way.fine_tune.divides_weights, again, -stages, counted, bool(batch.pack)
@@ -44,7 +45,8 @@ def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
 
 def _meshes(run: RunSpec, facts: PlanFacts) -> list[Mesh]:
     """Return the meshes that the options leave open, the longest pipeline first."""
-    size, cluster = facts.cluster.size, facts.cluster
+    size = facts.cluster.size
+    cluster = facts.cluster
     if facts.stage_map is not None:
         facts.stage_map.check_pipeline(run.layout.pipeline_stages)
         facts.stage_map.check_model(run.model, facts.workload.shape.num_layers)
@@ -55,7 +57,9 @@ def _meshes(run: RunSpec, facts: PlanFacts) -> list[Mesh]:
 
 
 def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
-    tune, batch, layout = run.fine_tune, run.batch, run.layout
+    tune = run.fine_tune
+    batch = run.batch
+    layout = run.layout
     try:
         rows, usual = divide_batch(run, mesh)
     except UserError:
@@ -70,7 +74,8 @@ def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
     packs = ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,)
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
-        virtual, chunks = _virtual(schedule, facts), [batch.loss_chunk]
+        virtual = _virtual(schedule, facts)
+        chunks = [batch.loss_chunk]
         if run.loss.objective != SFT:
             chunks = [COUNTED]  # answers alone count
         elif batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:

@@ -35,7 +35,8 @@ class Split:
     @property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """The stage, rank, and share of the stage, in the order of stages."""
-        of_stages, size = enumerate(self.stage_map.placement), self.shares.size
+        of_stages = enumerate(self.stage_map.placement)
+        size = self.shares.size
         return tuple((i, rank * size + j, j) for i, rank in of_stages for j in range(size))
 
     def stage(self, stage: int) -> Part:
@@ -60,7 +61,8 @@ class Split:
 
     def held(self, stage: int, share: int) -> tuple[int, int]:
         """Return the parameters of a share of a stage, and their bytes."""
-        part, shape = self.stage(stage), self.inspection.shape
+        part = self.stage(stage)
+        shape = self.inspection.shape
         if shape is None or self.shares.size == 1:
             return part.parameters, part.nbytes
         sizes = _sizes(self.inspection)
@@ -87,7 +89,8 @@ def divide(
 ) -> StageMap:
     """Divide a model among ranks with one stage each, by the cost of a forward pass, or by bytes if
     the family is unknown; ``machines`` has one for each, or none."""
-    shape, sizes = inspection.shape, _sizes(inspection)
+    shape = inspection.shape
+    sizes = _sizes(inspection)
     costs = sizes
     if shape is not None:
         flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))
@@ -110,7 +113,8 @@ def _usable(machine: Machine) -> int | None:
 
 def _sizes(inspection: Inspection) -> LayerCosts:
     """Return bytes, with a tied matrix on both ends, which both hold it."""
-    embedding, head = inspection.embedding.nbytes, inspection.head.nbytes
+    embedding = inspection.embedding.nbytes
+    head = inspection.head.nbytes
     layers = tuple(layer.nbytes for layer in inspection.layers)
     return LayerCosts(layers, embedding, head + inspection.tied * embedding)
 
@@ -119,7 +123,8 @@ def _peak(
     inspection: Inspection, generation: GenerationSetup | None
 ) -> Callable[[int, int, int], float]:
     """Return the bytes of a stage; one that is first and last holds a tied matrix once."""
-    sizes, layers = _sizes(inspection), len(inspection.layers)
+    sizes = _sizes(inspection)
+    layers = len(inspection.layers)
 
     def peak(stage: int, start: int, stop: int) -> float:
         if generation is not None:

@@ -65,7 +65,8 @@ def plan_run(
     """Check the options, read the data, choose the plan, for so many runs that train side by side;
     ``read`` gets the rows of all. On rank 0, once all have opened the model; all have built it
     then. Raises ``UserError``."""
-    opened, asked = crew.worker.opened, config
+    opened = crew.worker.opened
+    asked = config
     if config.epochs is not None:  # until the data is read
         config = asked.with_iters(max(asked.iters, asked.batch.grad_accumulation_steps))
     spec = replace(config.spec, runs=runs)
@@ -123,7 +124,8 @@ def _choose(
     """Return the plan of the fastest way that fits, but for the sizes of the data, and all that was
     looked at. Raises ``UserError`` if none fits."""
     choice = choose_plan(run, inputs, lengths)
-    way, shares = choice.run, choice.facts.shares
+    way = choice.run
+    shares = choice.facts.shares
     plan = _of_model(choice.plan, way, worker)
     plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
     counted = lengths.counted_share(plan.pack)
@@ -241,7 +243,8 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     sets += [data.test] * config.sets.test
     used = [each for each in sets if len(each)]
     first, *others = (longest_input(each.lengths, most) for each in used)
-    lengths, counted = used[0].lengths, used[0].counted(most)
+    lengths = used[0].lengths
+    counted = used[0].counted(most)
     widths = few_widths(lengths, most) if config.tune.train else ()
     means = mean_lengths(lengths, counted, config.batch.batch_size, most, widths)
     return SequenceLengths((first, max(others, default=0)), *means, widths)
@@ -272,7 +275,8 @@ def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorke
 
 def _of_model(plan: Plan, run: RunSpec, worker: TrainWorker) -> Plan:
     """Return the plan for the very model that rank 0 has built; ``UserError`` if nothing trains."""
-    tune, trainable = run.fine_tune, worker.trainable(plan.stage_map.partition.ranges)
+    tune = run.fine_tune
+    trainable = worker.trainable(plan.stage_map.partition.ranges)
     if tune.train and not any(trainable):
         raise UserError(
             f"nothing is left to train with --fine-tune-type {tune.fine_tune_type} and "
@@ -300,7 +304,9 @@ def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLen
 
 
 def _headline(run: RunSpec, plan: Plan) -> str:
-    mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
+    mesh = plan.mesh
+    stages = plural(plan.stage_map.num_stages, "stage")
+    rows = ""
     across = f" x {mesh.tp} tensor parallel" if mesh.tp > 1 else ""
     batches = "micro-batch" if plan.microbatches == 1 else "micro-batches"
     if plan.replica_rows:

@@ -57,7 +57,8 @@ class Cluster:
 
     def capacity(self, rank: int) -> float:
         """Return the bytes that a rank may use, wired or a share of memory; ``inf`` if unknown."""
-        memory, wired = self.machines[rank].memory, self.machines[rank].wired
+        memory = self.machines[rank].memory
+        wired = self.machines[rank].wired
         if wired is not None:
             return wired
         return math.inf if memory is None else memory * self.memory_fraction
@@ -150,7 +151,8 @@ def pipeline_seconds(
     hidden = rows * length * workload.shape.hidden_size * workload.dtype_bytes
 
     def of_rank(rank: int) -> ModelSeconds:
-        ring, alone = cluster.machines[rank].ring, seconds[clocks[rank]]
+        ring = cluster.machines[rank].ring
+        alone = seconds[clocks[rank]]
         known = ring is not None and cluster.unit == "seconds"
         return alone.with_sums(ring.sum_seconds(hidden)) if ring and known else alone
 

@@ -197,7 +197,8 @@ def _machine(line: str, where: str) -> Machine | None:
     user = settings.get("username", user)  # mpirun takes the later one
     port = settings.get("port")
     facts = _facts(comment, where)
-    memory, wired = facts.get("memory"), facts.get("wired")
+    memory = facts.get("memory")
+    wired = facts.get("wired")
     if memory is not None and wired is not None and wired > memory:
         raise UserError(f"{where}: host {host!r} wires more memory than it has", "give wired less")
     return Machine(

@@ -68,7 +68,8 @@ class MachineProfile:
         kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
         trained = [part([times.trained for times in kind]) for kind in kinds]
         frozen = [part([times.frozen for times in kind]) for kind in kinds]
-        first_trained, shape = workload.first_trained, workload.shape
+        first_trained = workload.first_trained
+        shape = workload.shape
         _, pattern = shape.whole.unlike_layers(self.samples[-1].length)
         return ModelSeconds(
             layers=tuple(
@@ -88,7 +89,8 @@ class MachineProfile:
         else:
             upper = next((i for i, each in enumerate(lengths) if each >= length), len(times) - 1)
             upper = max(1, upper)
-            low, high = lengths[upper - 1], lengths[upper]
+            low = lengths[upper - 1]
+            high = lengths[upper]
             weight = (length - low) / (high - low)
             mixed = times[upper - 1].scaled(1 - weight) + times[upper].scaled(weight)
         return replace(mixed.scaled(rows / self.samples[0].rows), update=times[0].update)
@@ -136,7 +138,8 @@ class Profile:
     def measured(self, workload: Workload, host: str, kind: str | None) -> MachineProfile:
         """Return the machine's measurements of this work; ``UserError`` if any are missing."""
         self.check(work_of(workload))
-        machine, shape = self.machine(host, kind), workload.shape.whole
+        machine = self.machine(host, kind)
+        shape = workload.shape.whole
         longest = machine.samples[-1].length
         measured = min(len(sample.kinds) for sample in machine.samples)
         there = len(shape.unlike_layers(longest)[0])
@@ -152,7 +155,8 @@ class Profile:
 def work_of(workload: Workload) -> dict[str, Any]:
     """Return the facts that times depend on: sizes of a whole layer and lm_head, and trained
     weights."""
-    fine_tune, shape = workload.fine_tune, workload.shape.whole
+    fine_tune = workload.fine_tune
+    shape = workload.shape.whole
     trained: dict[str, Any] = {"fine_tune_type": fine_tune.fine_tune_type}
     if fine_tune.is_full:
         trained["unfreeze_all"] = fine_tune.unfreeze_all

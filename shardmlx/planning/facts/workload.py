@@ -116,7 +116,8 @@ class Workload(ModelSizes):
     @property
     def first_trained_layer(self) -> int:
         """The lowest layer with trained weights, ``num_layers`` where none has."""
-        count, trained = self.shape.num_layers, self.fine_tune.num_layers
+        count = self.shape.num_layers
+        trained = self.fine_tune.num_layers
         if not self.fine_tune.train:
             return count
         return count - trained if trained > 0 else 0
@@ -192,13 +193,15 @@ def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
     the type ``unpacked``, and AWQ's zeros of 4 bits become biases."""
     total = 0
     for tensor in part.tensors:
-        stored, to = tensor.place.dtype, dtype
+        stored = tensor.place.dtype
+        to = dtype
         if stored.startswith("F8") and unpacked is not None:
             to = unpacked
         elif stored not in DTYPES:
             to = None
         size = math.prod(tensor.place.shape)
         if tensor.name.endswith(".qzeros"):
-            size, to = 8 * size, dtype or "float16"
+            size = 8 * size
+            to = dtype or "float16"
         total += tensor.place.nbytes if to is None else size * DTYPE_BYTES[to]
     return float(total)

@@ -45,7 +45,8 @@ def _divided(
     trains_ends: bool,
     members: int,
 ) -> Divided:
-    weights, layer_of = {}, {}
+    weights = {}
+    layer_of = {}
     for i, (shape, size) in enumerate(layers):
         for path, nbytes in _parts(shape, size):
             place = (i % 2, path, round(nbytes))

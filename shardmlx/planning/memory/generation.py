@@ -11,7 +11,10 @@ from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.planning.facts.workload import ModelSizes, shared
 from shardmlx.planning.memory.training_setup import BACKENDS
 
-HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
+HIDDEN_ARRAYS = 7
+MLP_ARRAYS = 2
+QUERY_ARRAYS = 1
+SCORE_ARRAYS = 2
 """Arrays of each width that exist while a layer computes a chunk, fitted to measurements.
 
 Attention scores count on a CPU and with quantised keys: Metal's kernel keeps none. Measured peaks
@@ -51,7 +54,8 @@ class GenerationSetup:
 
 def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
     """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
-    found, whole = [], setup.model
+    found = []
+    whole = setup.model
     for rank in range(shares.size):
         shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
         model = replace(whole, shape=shape, weight_sizes=sizes)
@@ -61,8 +65,10 @@ def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSe
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of layers ``start`` to ``stop`` as a stage, with KV caches and one chunk."""
-    shape, sizes = setup.model.shape, setup.model.weight_sizes
-    is_first, is_last = start == 0, stop == shape.num_layers
+    shape = setup.model.shape
+    sizes = setup.model.weight_sizes
+    is_first = start == 0
+    is_last = stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])
     if is_first or (is_last and (shape.tied or setup.head)):
         weights += sizes.embedding
@@ -78,7 +84,8 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of all keys, values and states; an upper bound if sequences share tokens.
     Sliding windows stay unquantised."""
-    shape, size = setup.model.shape, setup.model.dtype_bytes
+    shape = setup.model.shape
+    size = setup.model.dtype_bytes
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)
     copies = 0 if shape.family.takes_cuts else setup.state_copies
@@ -109,7 +116,8 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
     """
     plain = min(tokens, setup.sequences * (how.border + kv_cache.STEP))
     size = setup.model.dtype_bytes
-    of_plain, packed = size * elements, how.nbytes(elements, size)
+    of_plain = size * elements
+    packed = how.nbytes(elements, size)
     if setup.cache_tokens is None:
         return round(max(of_plain * plain, packed * tokens))
     plain = plain if how.start == 0 else tokens
@@ -118,7 +126,8 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
 
 def _passing(setup: GenerationSetup) -> int:
     """Return the elements that exist while a layer computes a chunk."""
-    shape, chunk = setup.model.shape, min(setup.longest or setup.context, setup.chunk)
+    shape = setup.model.shape
+    chunk = min(setup.longest or setup.context, setup.chunk)
     most = 0
     for layer in shape.kinds:
         heads = layer.heads

@@ -119,7 +119,8 @@ def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
 def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield RMSNorm's arrays: on Metal one kernel keeps its input. A CPU computes in float32; there
     a trained weight keeps the normalised states, and in W the gradients of the norm's outputs."""
-    size, on_cpu = setup.dtype_bytes, setup.backend == "cpu"
+    size = setup.dtype_bytes
+    on_cpu = setup.backend == "cpu"
     elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
     widened = on_cpu and not setup.is_selective
     yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if widened else size)
@@ -131,8 +132,11 @@ def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
 
 def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield the arrays that attention and MLP keep for the gradient of their inputs."""
-    tokens, size, heads = setup.tokens, setup.dtype_bytes, layer.heads
-    queries, scores = heads.queries * heads.key_dim, heads.queries * setup.length
+    tokens = setup.tokens
+    size = setup.dtype_bytes
+    heads = layer.heads
+    queries = heads.queries * heads.key_dim
+    scores = heads.queries * setup.length
     arrays: dict[str, float] = {
         "scaled queries": queries,
         "keys": heads.keys * heads.key_dim,
@@ -188,7 +192,9 @@ def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
+    tokens = setup.tokens
+    size = setup.dtype_bytes
+    trained = _trained(setup, layer)
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
     itemsize = FLOAT32 if not setup.tune.is_full else size
@@ -202,7 +208,8 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     sources = {each.source: each.elements[0] for each in trained}
     inputs = tokens * sum(sources.values())
     if not setup.tune.is_full and (setup.dropout or converts):
-        inputs, sources = each_input, {}
+        inputs = each_input
+        sources = {}
     if setup.is_selective:
         outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - {*sources})
         yield Array("outputs of recomputed norms", Alive.F_TO_I, outputs_of_norms, size)
@@ -225,7 +232,8 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
 def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
     """Return the bytes of all arrays that the forward of a part of a layer computes, and its
     backward."""
-    tokens, size = setup.tokens, setup.dtype_bytes
+    tokens = setup.tokens
+    size = setup.dtype_bytes
     outputs = sum(each.elements[1] for _, each in layer.linears)
     outputs += (1 + layer.experts_per_token) * setup.shape.hidden_size
     # Norms on a CPU compute in float32.
@@ -246,7 +254,9 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
         backward += size * layer.mlp * layer.activation.weights[1]
     if setup.fuses_attention(layer):
         return tokens * forward, tokens * backward + passing_in_fused_attention(setup, layer.heads)
-    rows, heads, piece = setup.rows, layer.heads.queries, setup.attention_piece
+    rows = setup.rows
+    heads = layer.heads.queries
+    piece = setup.attention_piece
     scores = rows * heads * setup.length * (piece * FLOAT32 if piece else setup.length * size)
     recurrence = layer.recurrence
     recurrent = FLOAT32 * rows * min(setup.length, PIECE) * recurrence.passing
@@ -275,7 +285,8 @@ def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float, flo
     before, after = map(max, both)
     adapters = 0 if setup.tune.is_full else len(_trained(setup, mlp))
     modules = max(1, len(mlp.linears) + len(mlp.norms) + adapters)
-    at_once, in_turn = before + after, max(before, after - freed)
+    at_once = before + after
+    in_turn = max(before, after - freed)
 
     def backward(modules: int) -> float:
         ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / modules)
@@ -320,7 +331,8 @@ def passing_in_fused_attention(setup: TrainingSetup, heads: Heads) -> int:
     head of the queries. Found from the peaks that users of mlx 0.32.4 report, which it meets within
     0.3%.
     """
-    size, tile = setup.dtype_bytes, min(setup.length, FUSED_TILE)
+    size = setup.dtype_bytes
+    tile = min(setup.length, FUSED_TILE)
     widths = heads.key_dim + heads.value_dim
     sums = heads.queries * (heads.key_dim + 1) + heads.keys * widths
     tiles = setup.rows * tile * heads.queries * (3 * tile + heads.key_dim + widths)
@@ -346,7 +358,8 @@ def shapes_of_layer(setup: TrainingSetup, layer: LayerShape) -> Iterator[tuple[i
             yield from [norm.sides] * (1 + norm.bias)
         yield from (sides for _, sides in layer.arrays)
         return
-    rank, has_magnitudes = setup.lora.get("rank", 8), setup.tune.fine_tune_type == "dora"
+    rank = setup.lora.get("rank", 8)
+    has_magnitudes = setup.tune.fine_tune_type == "dora"
     for each in _trained(setup, layer):
         yield (*each.stack, rank, each.inputs)
         yield (*each.stack, each.outputs, rank)

@@ -143,7 +143,8 @@ def budgets_of(
     ranks = Counter(machine.host for machine in cluster.machines)
     budgets = []
     for rank, (machine, process) in enumerate(zip(cluster.machines, processes, strict=True)):
-        count, outside = ranks[machine.host], process.outside
+        count = ranks[machine.host]
+        outside = process.outside
         wirable = None if process.working_set is None else process.working_set // count
         memory = math.inf if machine.memory is None else float(machine.memory)
         bounds = []
@@ -153,9 +154,11 @@ def budgets_of(
             ]
         most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
         if limit is not None:
-            total, reason = float(limit), "--memory-limit"
+            total = float(limit)
+            reason = "--memory-limit"
             if limit > most:
-                total, reason = most, f"{why}; --memory-limit is more"
+                total = most
+                reason = f"{why}; --memory-limit is more"
         elif wirable is None:
             part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory"
             if machine.wired is not None:

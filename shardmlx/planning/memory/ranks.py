@@ -130,7 +130,8 @@ def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> N
     is_forward = np.zeros((len(actions), 1), bool)
     held: dict[tuple[int, int], int] = {}  # the column of what a micro-batch holds in a stage
     for row, (stage, kind, microbatch) in enumerate(actions):
-        key, left = (stage, microbatch), None
+        key = (stage, microbatch)
+        left = None
         if kind not in _DURING:
             continue
         passing[row, column[stage, _DURING[kind]]] = 1

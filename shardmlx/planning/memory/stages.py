@@ -86,7 +86,8 @@ class _Stage:
     @property
     def ends(self) -> list[float]:
         """Bytes of embedding and lm_head; a stage that has both counts a tied matrix once."""
-        sizes, ends = self.setup.workload.weight_sizes, []
+        sizes = self.setup.workload.weight_sizes
+        ends = []
         if self.start == 0 or (self.is_last and self.setup.shape.tied):
             ends.append(sizes.embedding)
         if self.is_last:
@@ -154,7 +155,8 @@ class _Stage:
 
 def trained_shapes(setup: TrainingSetup) -> list[tuple[int, ...]]:
     """Return the shapes of all trained weights of the model."""
-    shape, work = setup.shape, setup.workload
+    shape = setup.shape
+    work = setup.workload
     layers = range(work.first_trained_layer, shape.num_layers)
     found = [each for i in layers for each in shapes_of_layer(setup, shape.layer(i))]
     whole = _Stage(setup, 0, shape.num_layers, _kinds(setup))
@@ -180,7 +182,8 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     """Return the bytes of layers ``start`` to ``stop`` as a stage, with the model's ends there."""
     stage = _Stage(setup, start, stop, _kinds(setup))
     trained = stage.trained
-    parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
+    parameters = sum(trained)
+    largest = FLOAT32 * max(trained, default=0)
     summed = _updated(stage, parameters) if setup.divides_weights else parameters
     after_forward, after_input = _held(stage)
     during_forward, during_input = _passing(stage)
@@ -210,7 +213,8 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
 def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
     """Return the bytes of a stage's weights, and how many of these are buffers for others'."""
-    setup, layers = stage.setup, stage.setup.workload.weight_sizes.layers[stage.start : stage.stop]
+    setup = stage.setup
+    layers = stage.setup.workload.weight_sizes.layers[stage.start : stage.stop]
     if not setup.divides_weights:
         return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * (not setup.tune.is_full), 0.0
     most = divided(setup, stage.start, stage.stop, stage.ends).most
@@ -223,7 +227,8 @@ def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
 
 def held_once(stages: Collection[StageMemory]) -> int:
     """Return the excess bytes of weights that several stages of a rank count but share."""
-    rooms, tied = [each.room for each in stages], [each.tied for each in stages if each.tied]
+    rooms = [each.room for each in stages]
+    tied = [each.tied for each in stages if each.tied]
     return sum(rooms) - max(rooms, default=0) + sum(tied[1:])
 
 
@@ -274,12 +279,15 @@ def _loss_piece(stage: _Stage) -> int:
 
 def _held(stage: _Stage) -> tuple[int, int]:
     """Return the bytes that a micro-batch holds from F to I, and from I to W."""
-    setup, message, live = stage.setup, stage.setup.message, stage.each_layer(stage.first_backward)
+    setup = stage.setup
+    message = stage.setup.message
+    live = stage.each_layer(stage.first_backward)
     logits = _logits(stage)
     if not live and not stage.trained:
         return 0, 0
     # Beyond the layers, the last stage holds its norm's input, others a buffer for the gradient.
-    after_forward, after_input = logits + message, 0 if stage.is_last else message
+    after_forward = logits + message
+    after_input = 0 if stage.is_last else message
     if stage.is_last and setup.loss_piece is not None:
         after_forward += message  # input and gradient
         after_input += message
@@ -311,7 +319,9 @@ def _passing(stage: _Stage) -> tuple[float, float]:
 
 def _passing_forward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
     """Return the bytes that pass in F: in the head, or in the largest of the ``layers``."""
-    setup, logits, ratios = stage.setup, _logits(stage), stage.ratios
+    setup = stage.setup
+    logits = _logits(stage)
+    ratios = stage.ratios
     of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
     if setup.grad_checkpoint and logits:
         of_head = max(layer.during_forward for layer in layers)  # it is not held, but passes
@@ -325,7 +335,9 @@ def _passing_forward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
 
 def _passing_backward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
     """Return the bytes that pass in the backward of ``layers``, above those held when it begins."""
-    setup, logits, ratios = stage.setup, _logits(stage), stage.ratios
+    setup = stage.setup
+    logits = _logits(stage)
+    ratios = stage.ratios
     joins = setup.joins_weights or not stage.has_input_gradient
     # Logits go before all layers' passes but the last one's, unless the head waits for its W.
     gone = 0 if setup.tune.unfreeze_all else logits
@@ -376,8 +388,10 @@ def _during_update(stage: _Stage, summed: int) -> int:
     The norm squares a bucket of gradients, or the largest matrix. Layers are then updated one by
     one and free their gradients before the matrices at the ends are updated.
     """
-    layers, ends = stage.trained_layers, stage.trained_ends
-    of_layer, of_end = max(layers, default=0), max(ends, default=0)
+    layers = stage.trained_layers
+    ends = stage.trained_ends
+    of_layer = max(layers, default=0)
+    of_end = max(ends, default=0)
     optimizer = OPTIMIZERS[stage.setup.tune.optimizer]
     gone = max(0, summed - sum(ends))
     return max(

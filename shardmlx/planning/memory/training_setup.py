@@ -99,7 +99,8 @@ class TrainingSetup:
     @property
     def attention_piece(self) -> int | None:
         """Queries of a piece of attention; None if attention is computed at once."""
-        chunk, takes = self.savings.attention_chunk, self.shape.family.takes_pieces
+        chunk = self.savings.attention_chunk
+        takes = self.shape.family.takes_pieces
         return chunk if takes and chunk is not None and chunk < self.length else None
 
     def fuses_attention(self, layer: LayerShape) -> bool:

@@ -31,7 +31,9 @@ class HubTraffic(NamedTuple):
 def exchanges(choice: Choice, lines: Sequence[float]) -> list[HubTraffic]:
     """Return the ways for islands that are each as planned, on ``lines`` of so many bit/s upwards:
     by encoding of islands, then with messages in each step."""
-    run, step, count = choice.run, choice.prediction.step_seconds, len(lines)
+    run = choice.run
+    step = choice.prediction.step_seconds
+    count = len(lines)
     setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
     tensors = [SharedTensor("", shape) for shape in trained_shapes(setup)]
 

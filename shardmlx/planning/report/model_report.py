@@ -16,7 +16,8 @@ _FILES_SHOWN = 2
 
 def summary(inspection: Inspection) -> str:
     """Return what a model is: its family, sizes, packing, and the files that were read."""
-    files, whole = inspection.files, inspection.whole
+    files = inspection.files
+    whole = inspection.whole
     lines = [files.name + (f" at {files.revision[:12]}" if files.revision else "")]
     if files.note:
         lines.append(files.note)
@@ -87,7 +88,9 @@ def stage_table(split: Split) -> str:
     """Return a table of stages: their places and contents."""
     lines = []
     for stage, rank, share in split.places:
-        part, memory, nbytes = split.stage(stage), split.memory(rank), split.nbytes(stage, share)
+        part = split.stage(stage)
+        memory = split.memory(rank)
+        nbytes = split.nbytes(stage, share)
         parameters, held = split.held(stage, share)
         cells = _cells(part, part.files) | {
             "parameters": count(parameters),

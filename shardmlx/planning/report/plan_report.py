@@ -42,7 +42,8 @@ def report(
     """Return the plan, ranks, limits, the time of so many ``steps``, each machine ``alone``, the
     ``others`` with tensor shares, islands on lines of so many bit/s, and the command that runs the
     plan, which begins with ``start``."""
-    prediction, facts = choice.prediction, choice.facts
+    prediction = choice.prediction
+    facts = choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
     across = choice.run.layout.across
@@ -73,7 +74,8 @@ def report(
 def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
     """Return a table of the ways to generate, and the fastest one's command, if every memory's
     bandwidth is known."""
-    tokens, whole = choice.facts.lengths.longest[0], choice.facts.whole or choice.facts
+    tokens = choice.facts.lengths.longest[0]
+    whole = choice.facts.whole or choice.facts
     ways = generation_ways(whole.workload, whole.cluster, tokens)
     if not ways:
         return []
@@ -88,7 +90,8 @@ def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
         )
         for each in ways
     ]
-    fastest, where = ways[0], [*start[: start.index("train")], "generate"]
+    fastest = ways[0]
+    where = [*start[: start.index("train")], "generate"]
     if len(fastest.hosts) == 1:
         where = ["on", f"{fastest.hosts[0]}:", "shardmlx", "generate"]
     words = [*where, "--model", shlex.quote(choice.run.model), *fastest.options.split()]
@@ -124,10 +127,12 @@ def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
 
 def _beside(choice: Choice, other: Choice) -> str:
     """Say what another way gains or loses, and why it was not chosen though it may gain."""
-    seconds, peak = other.prediction.step_seconds, max(r.peak for r in other.prediction.ranks)
+    seconds = other.prediction.step_seconds
+    peak = max(r.peak for r in other.prediction.ranks)
     ratio = seconds / choice.prediction.step_seconds
     worth = f"{ratio:.2f} times as long" if ratio > 1 else f"{1 / ratio:.2f} times as fast"
-    across, is_divided = other.run.layout.across, other.run.fine_tune.divides_weights
+    across = other.run.layout.across
+    is_divided = other.run.fine_tune.divides_weights
     option = "--zero 3" if is_divided and across == 1 else f"--tensor-parallel {across}"
     reason = ""
     if ratio < 1 and is_divided:
@@ -146,7 +151,8 @@ def _beside(choice: Choice, other: Choice) -> str:
 
 
 def _cells(rank: int, each: RankPrediction, across: int, has_times: bool) -> dict[str, str]:
-    seconds, others = each.seconds, len(each.hosts) * across - 1
+    seconds = each.seconds
+    others = len(each.hosts) * across - 1
     cells = {
         "rank": str(rank),
         "host": f"{each.hosts[0]} +{others}" if others else each.hosts[0],
@@ -188,7 +194,8 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
 def bottleneck(choice: Choice) -> str:
     """Return the part that limits the speed of a step, and the change that would help."""
     prediction = choice.prediction
-    step, ranks = prediction.step_seconds, prediction.ranks
+    step = prediction.step_seconds
+    ranks = prediction.ranks
     of_shares = " and sums of tensor shares" * (choice.run.layout.across > 1)
     compute = f"compute{of_shares}, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
     parts = {
@@ -209,7 +216,8 @@ def bottleneck(choice: Choice) -> str:
 
 
 def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
-    plan, run = choice.plan, choice.run
+    plan = choice.plan
+    run = choice.run
     across = run.layout.across
     divided = ["--stage-map", stage_map or "MAP.yaml"]
     if across > 1:

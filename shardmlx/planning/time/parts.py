@@ -86,7 +86,8 @@ class ModelSeconds:
             max(0.0, each.microbatch + again * (i >= self.first_trained) * each.forward)
             for i, each in enumerate(self.layers)
         )
-        embedding, head = self.embedding.microbatch, self.head.microbatch
+        embedding = self.embedding.microbatch
+        head = self.head.microbatch
         return LayerCosts(layers, max(0.0, embedding), max(0.0, head))
 
     def with_sums(self, seconds: float) -> ModelSeconds:
@@ -113,7 +114,8 @@ class ModelSeconds:
         if stop == len(self.layers):
             parts.append(self.head)
         total = sum(parts, Seconds())
-        forward, update = max(LEAST_SECONDS, total.forward), max(0.0, total.update)
+        forward = max(LEAST_SECONDS, total.forward)
+        update = max(0.0, total.update)
         if stop <= self.first_trained:
             return Seconds(forward)
         # Only layers with a backward pass are recomputed.
@@ -137,7 +139,9 @@ class Speed:
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
         """Return F, I and W of equal FLOPs, of matrix products alone (6N: Kaplan et al. 2020)."""
         rows, length = workload.micro_batch(rows, length)
-        shape, tune, tokens = workload.shape, workload.fine_tune, rows * length
+        shape = workload.shape
+        tune = workload.fine_tune
+        tokens = rows * length
 
         def part(flops: float, layer: int) -> Seconds:
             once = flops * tokens / self.flops

@@ -114,8 +114,11 @@ class _Pipeline:
     @classmethod
     def of(cls, messages: Messages, length: int, replica: int | None) -> Self:
         """Return the pipeline of a ``replica``, or of the slowest of equal ones."""
-        plan, cluster = messages.plan, messages.cluster
-        mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_rows
+        plan = messages.plan
+        cluster = messages.cluster
+        mesh = plan.mesh
+        stage_map = plan.stage_map
+        size = plan.micro_batch_rows
         models = pipeline_seconds(messages.workload, cluster, mesh, size, length, replica)
         stages = [
             messages.with_gathers(models[rank].stage(*ends), rank, ends)
@@ -147,7 +150,8 @@ class _Pipeline:
     @property
     def makespan(self) -> float:
         """Seconds of a step of all micro-batches, which are not all simulated."""
-        pp, schedule = self.plan.mesh.pp, get_schedule(self.plan.schedule)
+        pp = self.plan.mesh.pp
+        schedule = get_schedule(self.plan.schedule)
         return makespan(
             self.microbatches,
             schedule.fewest_alike(pp, self.microbatches),
@@ -197,7 +201,8 @@ def predict_seconds(plan: Plan, workload: Workload, cluster: Cluster, length: in
 
 def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Prediction:
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
-    mesh, stage_map = plan.mesh, plan.stage_map
+    mesh = plan.mesh
+    stage_map = plan.stage_map
     of_ranks, memories = predict_memory(plan, workload, cluster, length)
     messages = Messages(plan, workload, cluster, memories)
     simulated = [(each.simulated(each.microbatches), each) for each in _pipelines(messages, length)]

@@ -65,8 +65,11 @@ class Messages:
         gathered anew after an update. A matrix at an end of the model stays until then, unless the
         stage has another one.
         """
-        workload, microbatches = self.workload, self.plan.microbatches
-        tune, sizes, shape = workload.fine_tune, workload.weight_sizes, workload.shape
+        workload = self.workload
+        microbatches = self.plan.microbatches
+        tune = workload.fine_tune
+        sizes = workload.weight_sizes
+        shape = workload.shape
         layers = sizes.layers[start:stop]
         has_both = start == 0 and stop == shape.num_layers
         at_ends = (sizes if has_both else workload.held_sizes).total(start, stop) - sum(layers)
@@ -91,7 +94,8 @@ class Messages:
 
     def with_gathers(self, stage: Seconds, rank: int, ends: tuple[int, int]) -> Seconds:
         """Return the times of a stage, with gathers of divided weights and sends of gradients."""
-        dp, seconds = self.plan.mesh.dp, partial(self._exchange_seconds, rank)
+        dp = self.plan.mesh.dp
+        seconds = partial(self._exchange_seconds, rank)
         if dp == 1 or not self.workload.fine_tune.divides_weights:
             return stage
 
@@ -119,16 +123,20 @@ class Messages:
 
     def sum_seconds(self) -> float:
         """Return an upper bound of summing the slowest stage's gradients; 0 for divided weights."""
-        mesh, tune, times = self.plan.mesh, self.workload.fine_tune, []
+        mesh = self.plan.mesh
+        tune = self.workload.fine_tune
+        times = []
         if mesh.dp == 1 or tune.divides_weights:
             return 0.0
         for rank in range(mesh.pp):
             gradients = sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))
-            numbers, ways = gradients // FLOAT32, 2
+            numbers = gradients // FLOAT32
+            ways = 2
             # Gradients go there, and these or updated weights come back.
             there = back = self.workload.sum_bytes(gradients)
             if tune.divides_optimizer and tune.is_full:
-                back, ways = numbers * self.workload.dtype_bytes, 1
+                back = numbers * self.workload.dtype_bytes
+                ways = 1
             seconds = numbers * ROUNDING_SECONDS.get(tune.sum_dtype, 0.0)
             rounding = ways * seconds * (mesh.dp - 1) / mesh.dp
             times.append(self._exchange_seconds(rank, there + back) + rounding)
