@@ -104,7 +104,7 @@ MOST_TOGETHER = 32
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class MadeDelta:
     """A delta of the answer ``index``, and the time at which it was made."""
 
     index: int
@@ -119,7 +119,7 @@ class PendingAnswers:
         self._queue = queue
         self._numbers = numbers
         self._loop = asyncio.get_running_loop()
-        self._news: deque[News | ServiceEnded] = deque()
+        self._news: deque[MadeDelta | ServiceEnded] = deque()
         self._have_come = asyncio.Event()
         self._is_told = False
 
@@ -127,7 +127,7 @@ class PendingAnswers:
         """Give up the answers that have not ended: their client has gone."""
         self._queue._cancel(self._numbers)
 
-    async def news(self, silence: float) -> AsyncIterator[list[News]]:
+    async def news(self, silence: float) -> AsyncIterator[list[MadeDelta]]:
         """Yield the deltas that have come, until all answers have ended: the first at once, later
         ones together; none after so many seconds of ``silence``. Raises ``ServiceEnded``."""
         left = len(self._numbers)
@@ -148,12 +148,12 @@ class PendingAnswers:
                 # Others have a turn in any case, also while much waits for a slow reader.
                 await asyncio.sleep(0 if self._news else SECONDS_TOGETHER)
 
-    def _taken(self) -> tuple[list[News], ServiceEnded | None]:
+    def _taken(self) -> tuple[list[MadeDelta], ServiceEnded | None]:
         """Take what has come, or the first of it, up to an end of the service, which is returned
         too."""
         self._have_come.clear()
         self._is_told = False  # first: what comes from now on is told again
-        come: list[News] = []
+        come: list[MadeDelta] = []
         while self._news and len(come) < MOST_TOGETHER:
             each = self._news.popleft()
             if isinstance(each, ServiceEnded):
@@ -168,7 +168,7 @@ class PendingAnswers:
         if isinstance(news, ServiceEnded):
             self._news.append(news)
         else:
-            self._news.append(News(number - self._numbers.start, news, time.monotonic()))
+            self._news.append(MadeDelta(number - self._numbers.start, news, time.monotonic()))
         if not self._is_told:
             self._is_told = True
             with suppress(RuntimeError):  # the loop is closed: nobody reads it

@@ -13,7 +13,7 @@ from shardmlx.server.accepted_fields import Json
 from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.replies import Reply
-from shardmlx.server.request_queue import News, PendingAnswers
+from shardmlx.server.request_queue import MadeDelta, PendingAnswers
 
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream gives a sign of life, so that nobody closes it."""
@@ -84,7 +84,7 @@ class AnswerResponse(Response):
     def _events(self, bodies: Iterable[Json]) -> bytes:
         return b"".join(map(self._reply.event, bodies))
 
-    def _take(self, news: News) -> Iterable[Json]:
+    def _take(self, news: MadeDelta) -> Iterable[Json]:
         delta = news.delta
         self._meters[news.index].add(delta, news.at)
         if delta.finish_reason == "error":
