@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,8 @@ class Experts:
         return [stack.leaves[number] for stack in stacks if number in stack.leaves]
 
     def _arrays(self, get: Callable[[_Stack], mx.array], number: int) -> dict[str, mx.array]:
-        def part(value: mx.array | _Stack) -> mx.array:
-            if isinstance(value, _Stack):
-                return get(value)
-            return value[number : number + 1] if value.ndim else value
-
         model = nn.Module()
-        model[_LAYER] = _with(self.layer, part)
+        model[_LAYER] = _with(self.layer, partial(_part, get, number))
         self.finish(model, self._name)
         if self.packing is not None and hasattr(model[_LAYER], "to_quantized"):
             model[_LAYER] = model[_LAYER].to_quantized(**self.packing)
@@ -136,6 +132,13 @@ class Experts:
 
     def _name(self, name: str) -> str:
         return self.path + name.removeprefix(_LAYER)
+
+
+def _part(get: Callable[[_Stack], mx.array], number: int, value: mx.array | _Stack) -> mx.array:
+    """Return one expert's part of what a layer of experts has."""
+    if isinstance(value, _Stack):
+        return get(value)
+    return value[number : number + 1] if value.ndim else value
 
 
 def part_name(path: str, number: int) -> str:
@@ -155,19 +158,22 @@ def find_experts(
         **{id(array): parts for array, parts in stacks},
     }
     layers = {path: each for path, each in model.named_modules() if isinstance(each, _KINDS)}
-
-    def stacked(array: mx.array | _Stack) -> mx.array | _Stack:
-        """Put a stack in place of an array that can be read by part."""
-        if isinstance(array, mx.array) and id(array) in parts:
-            return _Stack(array, parts[id(array)])
-        return array
-
+    stacked = partial(_stacked, parts)
     found = []
     for path, layer in layers.items():
         base = layer.linear if isinstance(layer, LoRASwitchLinear) else layer
         if path.rpartition(".")[0] not in layers and id(base.weight) in parts:
             found.append(Experts(path, base.num_experts, _with(layer, stacked), finish))
     return found
+
+
+def _stacked(
+    parts: Mapping[int, Sequence[mx.array] | Stored], array: mx.array | _Stack
+) -> mx.array | _Stack:
+    """Put a stack in place of an array that can be read by part."""
+    if isinstance(array, mx.array) and id(array) in parts:
+        return _Stack(array, parts[id(array)])
+    return array
 
 
 def by_tensor(

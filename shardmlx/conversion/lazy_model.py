@@ -122,17 +122,7 @@ def _finish(
     is_cast: Callable[[str], bool],
 ) -> None:
     """Do all but quantise; ``name_of`` returns the name of a parameter in the whole model."""
-
-    def cast() -> None:
-        """Cast weights as ``mlx_lm.convert``; weights of that type stay the same arrays."""
-        if dtype is not None:
-            to = getattr(mx, dtype)
-            model.update(tree_map_with_path(partial(cast_one, to), model.parameters()))
-
-    def cast_one(to: mx.Dtype, name: str, array: mx.array) -> mx.array:
-        floats = mx.issubdtype(array.dtype, mx.floating) and array.dtype != to
-        return array.astype(to) if floats and is_cast(name_of(name)) else array
-
+    cast = partial(_cast, model, dtype, lambda name: is_cast(name_of(name)))
     if trained is not None:
         with redirect_stdout(io.StringIO()), refusing(f"mlx-lm cannot fuse {trained.name}"):
             _fuse(model, options.dequantize)
@@ -142,6 +132,19 @@ def _finish(
         dequantize_model(model)
     if options.quantize is not None or options.dtype is not None:
         cast()
+
+
+def _cast(model: nn.Module, dtype: str | None, is_cast: Callable[[str], bool]) -> None:
+    """Cast weights as ``mlx_lm.convert``; weights of that type stay the same arrays."""
+    if dtype is None:
+        return
+    cast_one = partial(_cast_one, getattr(mx, dtype), is_cast)
+    model.update(tree_map_with_path(cast_one, model.parameters()))
+
+
+def _cast_one(to: mx.Dtype, is_cast: Callable[[str], bool], name: str, array: mx.array) -> mx.array:
+    floats = mx.issubdtype(array.dtype, mx.floating) and array.dtype != to
+    return array.astype(to) if floats and is_cast(name) else array
 
 
 def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from shardmlx.modelfiles.tensors import (
     QUANTISED_PARTS,
     Module,
     Quantisation,
+    QuantisationConfig,
     expected_tensors,
     is_dropped,
     modules,
@@ -177,19 +178,15 @@ def inspect_files(files: ModelFiles) -> Inspection:
         parts.setdefault(part_of(name, shape), []).append(tensor)
     present = [key for key in parts if isinstance(key, int)]
     count = shape.num_layers if shape is not None else max(present, default=-1) + 1
-
-    def part(key: str | int) -> Part:
-        return Part(tuple(parts.get(key, ())))
-
     return Inspection(
         files=files,
         shape=shape,
         abilities=f"cannot run: {found}" if isinstance(found, str) else found.abilities,
-        layers=tuple(map(part, range(count))),
-        embedding=part(EMBEDDING),
-        head=part(HEAD),
-        other=part(OTHER),
-        dropped=part(DROPPED),
+        layers=tuple(Part(tuple(parts.get(i, ()))) for i in range(count)),
+        embedding=Part(tuple(parts.get(EMBEDDING, ()))),
+        head=Part(tuple(parts.get(HEAD, ()))),
+        other=Part(tuple(parts.get(OTHER, ()))),
+        dropped=Part(tuple(parts.get(DROPPED, ()))),
         is_computed=is_computed,
     )
 
@@ -282,12 +279,7 @@ def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
     shape = read_shape(config)
     quantisation = read_quantisation(config)
     dtype = _FLOATS.get(str(config.get("torch_dtype", config.get("dtype"))), "BF16")
-
-    def quantised(path: str, module: Module) -> Quantisation | None:
-        how = quantisation.of(path) if quantisation is not None else None
-        return how if how is not None and module.weight[-1] % how.group_size == 0 else None
-
-    shapes = expected_tensors(modules(shape), quantised)
+    shapes = expected_tensors(modules(shape), partial(_quantised, quantisation))
     result: dict[str, PlacedTensor] = {}
     for name, sides in shapes.items():
         path, _, leaf = name.rpartition(".")
@@ -298,6 +290,14 @@ def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
             own = "U8"
         result[name] = PlacedTensor("", own, sides, 0, math.prod(sides) * DTYPE_BITS[own] // 8)
     return result
+
+
+def _quantised(
+    quantisation: QuantisationConfig | None, path: str, module: Module
+) -> Quantisation | None:
+    """Return how a module is quantised; None for one whose rows are no whole groups."""
+    how = quantisation.of(path) if quantisation is not None else None
+    return how if how is not None and module.weight[-1] % how.group_size == 0 else None
 
 
 def rows(inspection: Inspection, fold: bool = True) -> dict[str, tuple[Part, ...]]:
