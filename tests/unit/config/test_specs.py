@@ -85,10 +85,12 @@ def test_few_modules_know_all_options_of_train() -> None:
     assert users == {
         "config/profile.py",
         "config/sweep.py",
+        "islands/hub_link.py",
         "planning/alone.py",
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",
+        "training/load_run.py",
         "training/plan_run.py",
         "training/planned_run.py",
         "training/run_warnings.py",
