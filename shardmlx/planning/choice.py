@@ -27,7 +27,7 @@ from shardmlx.planning.groups import in_shares
 from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.memory.limits import PlannedMemory
 from shardmlx.planning.time.predict import Prediction, planned_memory, predict, predict_seconds
-from shardmlx.planning.ways import complexity, ways
+from shardmlx.planning.ways import complexity, size_of, ways
 
 CLEARLY = 1.1
 """Times as fast that a step must be for other machines, or estimated sums, to be worth it."""
@@ -231,7 +231,7 @@ class _Search:
                 self.tightest[_group(way)] = way
             self._sizes.setdefault(_but_for_size(way), []).append(place)
         for places in self._sizes.values():
-            places.sort(key=lambda place: ways[place].batch.micro_batch_size or math.inf)
+            places.sort(key=lambda place: size_of(ways[place]) or math.inf)
         self._room = {
             group: False for group, way in self.tightest.items() if self._weights_lack(way) > 0
         }
@@ -332,7 +332,7 @@ class _Search:
 
 def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
     again, _, is_by_memory = _thrift(way)
-    return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
+    return again, -(size_of(way) or 1), way.layout.schedule == SIMPLEST, is_by_memory
 
 
 def _but_for_size(way: RunSpec) -> tuple[object, ...]:
@@ -351,7 +351,7 @@ def _alike(way: RunSpec) -> tuple[object, ...]:
     batch = way.batch
     return (
         *(layout.pipeline_stages, layout.schedule),
-        *(batch.pack, batch.micro_batch_size, batch.loss_chunk),
+        *(batch.pack, size_of(way), batch.loss_chunk),
     )
 
 

@@ -13,6 +13,7 @@ from shardmlx.planning.choice import fits
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
 from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.ways import size_of, with_smallest
 
 QUANTISED_BITS = 4.5
 """Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
@@ -72,10 +73,8 @@ def _tighter(run: RunSpec, facts: PlanFacts) -> Iterator[tuple[str, RunSpec]]:
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
         yield "attention_chunk: auto and loss_chunk: auto", replace(run, batch=pieces)
-    least = run.loss.together
-    if (batch.micro_batch_size or least) > least:
-        small = replace(batch, micro_batch_size=least)
-        yield f"--micro-batch-size {least}", replace(run, batch=small)
+    if (small := with_smallest(run)) is not None:
+        yield f"--micro-batch-size {size_of(small)}", small
     if batch.recompute is not None:
         for more in RECOMPUTE[RECOMPUTE.index(batch.recompute) + 1 :]:
             yield f"--recompute {more}", replace(run, batch=replace(batch, recompute=more))

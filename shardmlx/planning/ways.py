@@ -34,6 +34,19 @@ def ways(run: RunSpec, facts: PlanFacts) -> list[RunSpec]:
     return sorted(found, key=complexity)
 
 
+def size_of(way: RunSpec) -> int | None:
+    """Return the rows of a micro-batch; None where these are all rows of a replica."""
+    return way.batch.micro_batch_size
+
+
+def with_smallest(run: RunSpec) -> RunSpec | None:
+    """Return the run with the smallest micro-batches; None unless it asks for larger ones."""
+    least = run.loss.together
+    if (size_of(run) or least) == least:
+        return None
+    return replace(run, batch=replace(run.batch, micro_batch_size=least))
+
+
 def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
     """Return a sort key: little recomputing and few messages first, and long pipelines."""
     batch = way.batch
