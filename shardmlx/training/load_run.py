@@ -15,7 +15,7 @@ from shardmlx.checkpoint.store import Store, step_of
 from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError, file_access
@@ -82,18 +82,18 @@ def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[
         return None
     read = worker.model_files.read
     facts = _facts_of(planned, worker.opened)
-    then = _sets_of_checkpoint(config)
+    then = _sets_of_checkpoint(config.checkpoints)
     train = data.train.facts(then.get("train"))
     valid = data.valid.facts(then.get("valid"))
     return identity_of(config.flat(), worker.opened.path, train, valid, read, facts)
 
 
-def _sets_of_checkpoint(config: TrainConfig) -> Mapping[str, Any]:
+def _sets_of_checkpoint(options: CheckpointOptions) -> Mapping[str, Any]:
     """Return the facts of the sets of the checkpoint that the run may go on from, by name; none
     where there is no sound one, or on another disk alone."""
-    named = config.checkpoints.named
-    directory = config.checkpoints.checkpoint_dir
-    if named is None and (directory is None or config.checkpoints.resume == "never"):
+    named = options.named
+    directory = options.checkpoint_dir
+    if named is None and (directory is None or options.resume == "never"):
         return {}
     store = Store(Path(directory or "") if named is None else named.parent)
     steps = store.steps() if named is None else [step_of(named.name)]
