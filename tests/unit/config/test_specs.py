@@ -90,7 +90,6 @@ def test_few_modules_know_all_options_of_train() -> None:
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",
-        "training/load_run.py",
         "training/plan_run.py",
         "training/planned_run.py",
         "training/run_warnings.py",
