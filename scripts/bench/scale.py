@@ -71,7 +71,7 @@ RUN = TrainConfig.from_flat(model="model", num_layers=-1, batch_size=64, max_seq
 """LoRA of rank 8 on all layers, in bf16, batches of 64 sequences of 2048 tokens."""
 
 HEADER = (
-    "model", "Macs", "link", "replicas x ranks", "schedule", "again", "peak memory", "of",
+    "model", "Macs", "link", "replicas x ranks", "schedule", "again", "peak memory", "limit",
     "bubble", "links", "step", "tokens/s", "bound by",
 )  # fmt: skip
 

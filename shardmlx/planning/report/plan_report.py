@@ -95,7 +95,7 @@ def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
     if len(fastest.hosts) == 1:
         where = ["on", f"{fastest.hosts[0]}:", "shardmlx", "generate"]
     words = [*where, "--model", shlex.quote(choice.run.model), *fastest.options.split()]
-    heads = ("to generate", "fullest rank", "of", "tokens/s at most", "of the fastest")
+    heads = ("to generate", "fullest rank", "limit", "tokens/s at most", "of the fastest")
     return [
         "",
         f"Generating at a {tokens}-token context (upper bounds):",
@@ -159,7 +159,7 @@ def _cells(rank: int, each: RankPrediction, across: int, has_times: bool) -> dic
         "layers": ", ".join(numbers_of(*layers) for layers in each.ranges),
         "weights": gibibytes(each.weights),
         "peak memory": gibibytes(each.peak),
-        "of": "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
+        "limit": "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
     }
     times = {
         "F": duration(seconds.forward),

@@ -64,7 +64,7 @@ def test_macs_are_planned_by_name(capsys: Capture) -> None:
 @pytest.mark.parametrize("machines", [["--machines", "16GB, 64GB"], ["--hostfile", "memory"]])
 def test_memory_alone_says_what_fits_and_no_times(machines: list[str], capsys: Capture) -> None:
     text = planned(capsys, *machines)
-    assert text.splitlines()[2].endswith("peak memory         of")
+    assert text.splitlines()[2].endswith("peak memory      limit")
     assert "times are not known" in text
     assert "tokens/s" not in text
     assert "how fast" in refused(capsys, *machines, "--timeline")
