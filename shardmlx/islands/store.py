@@ -268,8 +268,8 @@ class Run:
         """Open a directory for these islands and all that it knows; without terms as it is."""
         self.directory = directory
         self.terms = terms or Terms()
-        if terms is None and not self._file.exists():
-            raise UserError(f"{directory} is no directory of a hub", "name its --path")
+        if terms is None and not (directory / "tokens").is_dir():
+            raise UserError(f"{directory} is not the directory of a hub", "name its --path")
         (directory / "tokens").mkdir(parents=True, exist_ok=True, mode=0o700)
         in_use = UserError(f"{directory} is used by another hub", "stop it, or name another --path")
         self._lock = lock_file(directory / "lock", in_use)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -251,3 +252,13 @@ def test_exported_weights_are_adapters_that_safetensors_reads(
     np.testing.assert_array_equal(found[TENSORS[0].name], START[:6].reshape(2, 3))
     np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])
     assert by_file(tmp_path / "out") == ["adapter_config.json", "adapters.safetensors"]
+
+
+def test_weights_that_nobody_has_sent_are_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not the directory of a hub"):
+        Run(tmp_path, [], None)
+    Run(tmp_path, ["ann"], Terms()).close()
+    with closing(Run(tmp_path, [], None)) as run, pytest.raises(UserError) as refusal:
+        run.export(tmp_path / "out")
+    assert refusal.value.remedy == "let an island join"
+    assert not (tmp_path / "out").exists()
