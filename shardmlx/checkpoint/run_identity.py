@@ -202,7 +202,9 @@ def start_digest(identity: Mapping[str, Any]) -> str:
 def set_digest(facts: SetFacts, most: int) -> str:
     """Return a digest of what a model is given of a set: the first ``most`` tokens of its samples,
     the answers among them, and which of these are wanted."""
-    return json_digest([facts.as_json(), min(most, facts.longest)])
+    # Where not all rows have become tokens, one of the others may be the longest.
+    limit = min(most, facts.longest) if facts.content is None else most
+    return json_digest([facts.as_json(), limit])
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -215,7 +217,6 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
             what = f"{now['name']} had other weights or another config.json then"
         yield f"is a checkpoint of another model: {what}", "that model"
     yield from _differences_of_start(ours, theirs)
-    yield from _differences_of_data(ours["data"], theirs["data"])
     now = ours["optimizer"]
     then = theirs["optimizer"]
     is_open = now["open_schedule"] is not None and _open(now) == _open(then)
@@ -226,6 +227,8 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
         # A checkpoint of an older release lacks options that it did not know.
         if meant_then.get(name, meant_now[name]) != meant_now[name]:
             yield f"was made with {name} {theirs['options'][name]}, not {value}", "that"
+    # Last, since another option, such as max_seq_length, can be why the tokens are others.
+    yield from _differences_of_data(ours["data"], theirs["data"])
 
 
 def _differences_of_start(
@@ -273,6 +276,12 @@ def _notes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
                 f"lr_schedule {now['name']} follows --iters: its arguments are {now['arguments']} "
                 f"from here on, and were {then['arguments']}"
             )
+    now, then = (each["options"]["max_seq_length"] for each in (ours, theirs))
+    if now != then and any("content" in ours["data"][name] for name in ("train", "valid")):
+        yield (
+            f"max_seq_length is {now} from here on, and was {then}: no row that was looked at is "
+            "so long, but not all were"
+        )
     if theirs.get("objective", ours["objective"]) != ours["objective"]:
         yield f"the module of objective {ours['options']['objective']} has changed since"
 

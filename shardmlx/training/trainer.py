@@ -102,7 +102,13 @@ class Trainer:
             if not self._done:
                 raise
             problem = f"step {self._done + 1}: {error.problem}: {self._keep()}"
-            raise AgreedFailure(f"{problem}; {error.remedy}") from None
+            remedy = error.remedy
+            if self._job.resumption.place is not None:
+                remedy = (
+                    f"{remedy}; a checkpoint is resumed with the same rows only: with others, "
+                    f"start from what is in {self.outputs.last}"
+                )
+            raise AgreedFailure(f"{problem}; {remedy}") from None
 
     def _next_order(self) -> list[StepOrder] | None:
         step = self._done + 1

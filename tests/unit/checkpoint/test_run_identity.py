@@ -17,6 +17,7 @@ from shardmlx.checkpoint.run_identity import (
     SetFacts,
     check_identity,
     identity_of,
+    set_digest,
     start_digest,
 )
 from shardmlx.config.options import declared
@@ -54,6 +55,24 @@ def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
         check_identity(ours, theirs, WHERE)
     assert str(WHERE) in refused.value.problem
     return refused.value.problem
+
+
+def test_where_not_all_rows_are_known_another_limit_is_said_or_refused(model: Path) -> None:
+    """Of a large set only some rows have become tokens: another may be longer than any of them."""
+    large = SetFacts(samples=2, longest=3, content="rows", looked_at="tokens")
+
+    def limited(most: int, train: SetFacts = large) -> dict[str, Any]:
+        return identity_of(CONFIG.changed(max_seq_length=most).flat(), model, train, SETS[1])
+
+    ours = limited(2048)
+    assert check_identity(ours, ours, WHERE) == []
+    (note,) = check_identity(limited(1024), ours, WHERE)
+    assert "max_seq_length is 1024 from here on, and was 2048" in note
+    assert check_identity(limited(1024, SETS[0]), limited(2048, SETS[0]), WHERE) == []
+    others = replace(large, looked_at="cut tokens")
+    assert "max_seq_length" in refusal(limited(2, others), ours)
+    assert set_digest(large, 1024) != set_digest(large, 2048)
+    assert set_digest(SETS[0], 1024) == set_digest(SETS[0], 2048)
 
 
 def test_another_model_is_refused_and_the_same_may_be_called_otherwise(

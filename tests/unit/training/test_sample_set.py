@@ -288,11 +288,13 @@ def test_a_run_ends_in_order_at_a_row_that_cannot_be_used(small: Path, tmp_path:
         num_layers=1,
         val_batches=0,
         steps_per_report=1,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
     )
     named = rf"train\.jsonl:{third + 1} "
     with pytest.raises(AgreedFailure, match=rf"step \d: .*{named}") as error:
         LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
     assert "take it out" in str(error.value)
+    assert f"with others, start from what is in {out}" in str(error.value)
     assert (out / "adapters.safetensors").exists()
     dry = config.changed(dry_run=True)
     with pytest.raises(UserError, match=named):
