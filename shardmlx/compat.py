@@ -345,15 +345,15 @@ def backend_of(tokenizer: Any) -> Any | None:
     mlx-lm 0.32.2: its wrapper has transformers' in ``_tokenizer``. When it breaks: return None.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
-    if inner is None or not inner.is_fast or not _encodes_plainly(inner):
+    if inner is None or not inner.is_fast or not encodes_plainly(inner):
         return None
     return inner.backend_tokenizer
 
 
-def _encodes_plainly(inner: Any) -> bool:
+def encodes_plainly(inner: Any) -> bool:
     """Return whether a tokenizer of transformers adds nothing to what its backend does.
 
-    transformers 5.24, tokenizers 0.23: ``_encode_plus`` sets truncation, padding and
+    transformers 5.24.0: ``_encode_plus`` sets truncation, padding and
     ``encode_special_tokens`` of the backend, then encodes. When it breaks: return False.
     """
     backend = inner.backend_tokenizer

@@ -10,7 +10,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -25,13 +26,13 @@ class OutputLost(OSError):
 
 def outlive_readers() -> None:
     """Let writes to stdout and stderr do nothing once nobody takes them, as ``write_all`` does."""
-    sys.stdout = _as_output(sys.stdout, write_all)
-    sys.stderr = _as_output(sys.stderr, write_all)
+    sys.stdout = _above(sys.stdout, _LastingOutput, io.TextIOWrapper)
+    sys.stderr = _above(sys.stderr, _LastingOutput, io.TextIOWrapper)
 
 
 def tell_losses() -> None:
     """Let writes to stdout raise ``OutputLost`` for a fault; ``BrokenPipeError`` stays itself."""
-    sys.stdout = _as_output(sys.stdout, _put)
+    sys.stdout = _above(sys.stdout, partial(io.FileIO, mode="w", closefd=False), _TellingOutput)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -84,28 +85,54 @@ def _drop(fd: int) -> None:
             os.kill(os.getpid(), signal.SIGHUP)
 
 
-class _Output(io.FileIO):
-    """A file descriptor to which ``put`` writes all; what it raises says that the output is lost.
-    It stays open without this."""
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """Say of faults that the output is lost."""
+    try:
+        yield
+    except (BrokenPipeError, OutputLost):
+        raise
+    except OSError as error:
+        raise OutputLost(error.errno, f"cannot write the output: {error.strerror}") from None
 
-    def __init__(self, fd: int, put: Callable[[int, bytes], None]) -> None:
+
+class _TellingOutput(io.TextIOWrapper):
+    """Text output, of which a fault says that it is lost.
+
+    The file below is Python's own: a signal cannot come between its write and the count of what is
+    written, after which a buffer would write the same again.
+    """
+
+    def write(self, text: str, /) -> int:
+        """Write text; return the number of characters. Raises ``OutputLost``."""
+        with _telling():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Write what is in the buffer. Raises ``OutputLost``."""
+        with _telling():
+            super().flush()
+
+
+class _LastingOutput(io.FileIO):
+    """A file descriptor to which all is written, as far as anybody takes it; what it raises says
+    that the output is lost. It stays open without this."""
+
+    def __init__(self, fd: int) -> None:
         super().__init__(fd, "w", closefd=False)
-        self._put = put
 
     def write(self, data: Buffer, /) -> int:
         """Write all; return the number of bytes, also if nobody has taken them."""
         whole = bytes(memoryview(data))
-        try:
-            self._put(self.fileno(), whole)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            fault = f"cannot write the output: {error.strerror}"
-            raise OutputLost(error.errno, fault) from None
+        with _telling():
+            write_all(self.fileno(), whole)
         return len(whole)
 
 
-def _as_output(stream: TextIO, put: Callable[[int, bytes], None]) -> TextIO:
+def _above(
+    stream: TextIO, file_of: Callable[[int], io.FileIO], kind: type[io.TextIOWrapper]
+) -> TextIO:
+    """Return text output like ``stream``, above another file for its descriptor."""
     try:
         fd = stream.fileno()
     except (AttributeError, OSError, ValueError):
@@ -113,8 +140,8 @@ def _as_output(stream: TextIO, put: Callable[[int, bytes], None]) -> TextIO:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    raw = _Output(fd, put)
-    return io.TextIOWrapper(
+    raw = file_of(fd)
+    return kind(
         # Text that is written through stays in no buffer, as with python -u.
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,

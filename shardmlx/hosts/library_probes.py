@@ -176,6 +176,19 @@ def _tokens_tell_where_they_end() -> bool:
     return found == ([0, 1, 0], [1, 2, 3])
 
 
+def _backends_make_the_same_tokens() -> bool:
+    letters = _letters("a")
+    backend = compat.backend_of(letters)
+    quick = compat.tokens_of_text(letters, "aba", with_ends=True, backend=backend)
+    return backend is not None and quick == ([0, 1, 0], [1, 2, 3])
+
+
+def _settings_of_a_backend_are_seen() -> bool:
+    letters = _letters("a")
+    letters._tokenizer.backend_tokenizer.enable_truncation(1)
+    return compat.backend_of(letters) is None
+
+
 def _templates_in_python_are_told() -> bool:
     def write(messages: Any, **how: Any) -> str:
         return "b"
@@ -245,6 +258,8 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.model_classes: _classes_are_told,
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
     compat.tokens_of_text: _tokens_tell_where_they_end,
+    compat.backend_of: _backends_make_the_same_tokens,
+    compat.encodes_plainly: _settings_of_a_backend_are_seen,
     compat.has_template_in_python: _templates_in_python_are_told,
     compat.has_generation_marks: _templates_tell_whether_they_mark,
     compat.tokens_of_assistant: _templates_mark_the_assistant,

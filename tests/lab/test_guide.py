@@ -51,6 +51,8 @@ ON_A_MAC = {
 """What nobody has tried, beside the commands of ours that need a model of 7B."""
 
 BY_HAND = {
+    "export PRTE_MCA_oob_tcp_dynamic_ipv4_ports=47000-47099",
+    "export OMPI_MCA_btl_tcp_port_min_v4=47100 OMPI_MCA_btl_tcp_port_range_v4=100",
     "pip wheel . -w wheels",
     "pip install --no-index --find-links wheels shardmlx",
     "ssh-copy-id mac2.local",
