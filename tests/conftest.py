@@ -46,8 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
         mx.set_default_device(getattr(mx, device))
 
 
-# A shell starts what it runs in the background without Ctrl-C; jobs of tests would inherit that.
+# A shell starts what it runs in the background without Ctrl-C and Ctrl-\; jobs of tests would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 ONE_AT_A_TIME = {
