@@ -90,7 +90,7 @@ def random_key() -> mx.array:
     return key
 
 
-def begin(*arrays: Any) -> None:
+def begin_evaluation(*arrays: Any) -> None:
     """Let the device compute arrays, or trees of them, and go on at once."""
     import mlx.core as mx
 

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule
 
-from shardmlx.compat import begin
+from shardmlx.compat import begin_evaluation
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
 from shardmlx.engine.buffers import UPDATE_BYTES, in_buckets
@@ -121,7 +121,7 @@ class Updater:
         # together. Temporaries of small pieces may: a fast device then waits less for the host.
         for piece, is_small in self._pieces:
             mine = [name for name in piece if name in updated]
-            compute = begin if is_small else mx.eval
+            compute = begin_evaluation if is_small else mx.eval
             compute([gradients.pop(name) for name in mine])
             compute([self.optimizer.state.get(name, {}) for name in mine])
             mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])

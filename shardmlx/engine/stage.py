@@ -36,7 +36,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.compat import begin
+from shardmlx.compat import begin_evaluation
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
@@ -281,7 +281,7 @@ class Stage:
             # In one graph the recomputed arrays of every layer would be held to the end. Layer by
             # layer, one layer's are freed before the next. The host waits for the last alone.
             for _, layer in groupby(names, self._layers.__getitem__):
-                begin([self.gradients[name] for name in layer])
+                begin_evaluation([self.gradients[name] for name in layer])
         mx.eval(gradients, others)
 
     def sum_partial_gradients(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.compat import begin_evaluation
 from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Handle,
@@ -307,7 +308,7 @@ class StageWorker:
         if not graph.is_sampled and self._is_last and graph.item.samples:
             evaluated = [*evaluated, graph.outputs]
         graph.evaluated = []
-        mx.async_eval(evaluated)  # type: ignore[no-untyped-call]
+        begin_evaluation(evaluated)
 
     def finish(self, graph: ItemGraph) -> None:
         """Wait until a graph is evaluated."""
@@ -338,7 +339,7 @@ class StageWorker:
         states = head.enter(following, graph.states, cache)
         guesses = item.guesses if isinstance(item, Decode) else 0
         if not guesses:
-            mx.async_eval(cache.state)  # type: ignore[no-untyped-call]
+            begin_evaluation(cache.state)
             return
         right = accepted(drafts, tokens)
         wrong = len(drafts) - right
@@ -346,7 +347,7 @@ class StageWorker:
         guessed = head.guess(states[:, right : right + 1], guesses, cache)
         # It stays as long as the layers' caches, which are cut with the next item.
         cache.trim(guesses - 1 - wrong)
-        mx.async_eval(guessed, cache.state)  # type: ignore[no-untyped-call]
+        begin_evaluation(guessed, cache.state)
         assert graph.tokens is not None, "they have been sampled"
         rows = np.zeros((guesses, graph.tokens.shape[1]), np.int32)
         rows[:, 0] = np.array(guessed)
