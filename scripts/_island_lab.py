@@ -16,8 +16,8 @@ from soak_hub import NAMES, started
 
 from shardmlx.common.http_listener import bind
 from shardmlx.islands.client import TOKEN
-from tests.helpers.jobs import Running
-from tests.helpers.mpirun import in_file
+from testbed.jobs import Running
+from testbed.runs import in_file
 
 RANKS = dict.fromkeys(NAMES, 1) | {NAMES[-1]: 2}
 STEPS, FRAGMENTS = 10, 2

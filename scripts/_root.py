@@ -1,4 +1,4 @@
-"""Put the root of the project on the path, for a script that uses what tests share."""
+"""Put the root of the project on the path, for a script that uses what it shares with the tests."""
 
 import sys
 from pathlib import Path

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import read_shape
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.further_configs import FURTHER
-from tests.helpers.undeclared_configs import UNDECLARED
+from testbed.family_configs import CONFIGS
+from testbed.further_configs import FURTHER
+from testbed.undeclared_configs import UNDECLARED
 
 UNKNOWN = {"phi3small"}
 """Types whose code ends the process on a CPU."""

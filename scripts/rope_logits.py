@@ -18,7 +18,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
-from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
+from testbed.seeded_weights import SHOWN, TOKENS, seeded_weight
 
 TINY = {
     "hidden_size": 32,

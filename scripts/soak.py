@@ -34,9 +34,9 @@ from rich.table import Table
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
-from tests.helpers.jobs import Running
-from tests.helpers.mpirun import events, in_file
-from tests.helpers.small_models import pirate_directory, small_directory, tokenizer_directory
+from testbed.jobs import Running
+from testbed.runs import events, in_file
+from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
 
 STEPS = 12
 ATTEMPTS = 3

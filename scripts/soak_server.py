@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.helpers.jobs import Running
-from tests.helpers.small_models import pirate_directory, small_directory, tokenizer_directory
+from testbed.jobs import Running
+from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
 
 CLIENTS = 8
 RANKS = 2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardmlx.common.environment import prepare
-from tests.helpers.jobs import CACHE
+from testbed.jobs import CACHE
 from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
@@ -25,7 +25,7 @@ prepare()
 
 # The first lets this process too import mlx-lm sooner, as the others do then.
 pytest_plugins = [
-    "tests.helpers.startup.sitecustomize",
+    "testbed.startup.sitecustomize",
     "tests.helpers.small_models",
     "tests.helpers.lab",
 ]

@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 
 from shardmlx.islands.encodings import encoding_named
 from shardmlx.islands.store import Run
-from tests.helpers.hosts import Lab, hosts, missing
+from testbed.hosts import Lab, hosts, missing
 
 RATE, DELAY = 20e6 / 8, 0.05
 NAMES = ("ann", "bob")

@@ -27,7 +27,7 @@ from sums import bytes_a_second
 sys.path.insert(0, str(ROOT))
 
 from shardmlx.common.units import MIB
-from tests.helpers.hosts import Lab, hosts, missing
+from testbed.hosts import Lab, hosts, missing
 
 PAYLOAD = 1448 / 1514
 """Part of a full packet that is not headers of Ethernet, IP and TCP."""

@@ -27,7 +27,7 @@ from _compare import ROOT, Table, environment, machine, parser_of, publish
 
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.hosts import NETWORK, Lab, hosts, missing
+from testbed.hosts import NETWORK, Lab, hosts, missing
 
 PROGRAM = ROOT / "scripts/bench/_sums.py"
 

@@ -36,7 +36,7 @@ from shardmlx.planning.generation import generation_ways
 
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.hosts import Lab, hosts, missing
+from testbed.hosts import Lab, hosts, missing
 
 RING_PORT, RELAY_PORT = 5000, 5001
 

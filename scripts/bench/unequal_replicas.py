@@ -26,8 +26,8 @@ from _training import as_flags, events_of
 
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers.cgroups import cpu_cgroups
-from tests.helpers.hosts import Lab, hosts, missing
+from testbed.cgroups import cpu_cgroups
+from testbed.hosts import Lab, hosts, missing
 
 CORES = {"mac1": 1.0, "mac2": 0.5}
 GOAL = 0.95

@@ -19,21 +19,21 @@ from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import pack, split
 from shardmlx.engine.stage import Stage
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.jobs import Job
+from testbed.family_configs import CONFIGS
+from testbed.jobs import Job
+from testbed.runs import events
+from testbed.tiny_models import build, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.models_and_batches import (
     Result,
-    build,
     check_same,
     move_trained,
     random_batch,
     through_stages,
-    tiny_config,
     with_adapters,
 )
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import train_well
 from tests.helpers.rank_pool import run_in_pool
-from tests.helpers.undeclared_configs import UNDECLARED
 
 CLOSE = 1e-3
 """Most difference, relative to the largest entry: a GPU sums in another order, in fewer bits."""

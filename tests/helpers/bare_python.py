@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 
 REFUSE = """
 import sys

@@ -15,8 +15,8 @@ from mlx_lm.models.base import create_attention_mask
 
 from shardmlx.models.families import HEADS
 from shardmlx.models.runtime.draft_head import ONE_LAYER
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build
 
 LAYERS = 4
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from tests.helpers.models_and_batches import build
+from testbed.tiny_models import build
 
 _NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 

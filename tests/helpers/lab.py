@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import Lab, two_hosts
+from testbed.hosts import Lab, two_hosts
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.helpers.jobs import PROGRAMS, Job, Running
+from testbed.jobs import Job, Running
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 
 
@@ -49,18 +48,6 @@ def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = 
 
 def train_well(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
     return train(n, *args, timeout=timeout, cwd=cwd).well()
-
-
-def in_file(path: Path, **options: Any) -> tuple[str, Path]:
-    """Write options into a YAML file, and return the words that name it."""
-    path.write_text(yaml.safe_dump(options))
-    return "-c", path
-
-
-def events(metrics: Path, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file that tell of one kind of event."""
-    lines = map(json.loads, metrics.read_text().splitlines())
-    return [event for event in lines if event["event"] == name]
 
 
 def run_checks(n: int, module: str, directory: Path, timeout: float = 120.0) -> dict[str, str]:

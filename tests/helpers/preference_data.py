@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 from tests.helpers.markdown import blocks
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import PROGRAMS, Job, Running
+from testbed.jobs import Job, Running
+from tests.helpers.programs import PROGRAMS
 
 
 class RankPool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.models.sizes.shares import TensorShares
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build
 from tests.helpers.generation import Texts, add_all, by_mlx_lm, texts_of
-from tests.helpers.models_and_batches import build
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "gemma2", "gemma3", "phi3"),

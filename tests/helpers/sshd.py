@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import SkipTest
 
-from tests.helpers.hosts import HOME, TMP, Lab
+from testbed.hosts import HOME, TMP, Lab
 
 _PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "fish": "fish", "tcsh": "tcsh"}
 

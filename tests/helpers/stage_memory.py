@@ -31,11 +31,11 @@ from shardmlx.planning.facts.workload import shared
 from shardmlx.planning.memory.ranks import PeakOfActions
 from shardmlx.planning.memory.stages import StageMemory, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
-from tests.helpers.family_configs import CONFIGS, LAYERS
-from tests.helpers.further_configs import FURTHER
+from testbed.family_configs import CONFIGS, LAYERS
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.grids import parse_grid
-from tests.helpers.models_and_batches import build
-from tests.helpers.undeclared_configs import UNDECLARED
 from tests.helpers.workloads import workload
 
 ROWS, LENGTH = 2, 96

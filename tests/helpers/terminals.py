@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.jobs import Running
+from testbed.jobs import Running
 
 SECONDS = 60.0
 """Time for what must come."""

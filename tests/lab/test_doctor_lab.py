@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from shardmlx.planning.facts.hostfile import read_hostfile
-from tests.helpers.hosts import Lab, hosts
-from tests.helpers.jobs import Job
+from testbed.hosts import Lab, hosts
+from testbed.jobs import Job
 from tests.helpers.mpirun import mpirun
 from tests.helpers.shown import lacking
 

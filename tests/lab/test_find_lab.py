@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shardmlx.planning.facts.hostfile import read_hostfile
+from testbed.hosts import Lab
+from testbed.jobs import Job
 from tests.helpers import announcer
-from tests.helpers.hosts import Lab
-from tests.helpers.jobs import Job
 from tests.helpers.mpirun import mpirun
 
 NAMES = "127.0.0.1 localhost\n10.77.0.1 mac1 mac1.local\n10.77.0.2 mac2 mac2.local\n"

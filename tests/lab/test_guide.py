@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import TMP, Lab, seen_by_all
-from tests.helpers.jobs import ROOT, STARTUP
+from testbed.hosts import TMP, Lab, seen_by_all
+from testbed.jobs import ROOT, STARTUP
+from testbed.small_models import small_directory
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import mpirun
 from tests.helpers.shown import strange
-from tests.helpers.small_models import small_directory
 
 GUIDE = ROOT / "docs" / "guide.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"

@@ -8,8 +8,8 @@ import sysconfig
 from pathlib import Path
 
 import shardmlx
-from tests.helpers.hosts import Lab
-from tests.helpers.jobs import ROOT
+from testbed.hosts import Lab
+from testbed.jobs import ROOT
 from tests.helpers.mpirun import mpirun
 
 HERE, THERE = shardmlx.__version__, "0.0.9"

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cgroups import MemoryCgroup, memory_cgroups
-from tests.helpers.hosts import Lab, hosts
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.mpirun import events, mpirun
-from tests.helpers.small_models import SMALL_VOCABULARY
+from testbed.cgroups import MemoryCgroup, memory_cgroups
+from testbed.hosts import Lab, hosts
+from testbed.runs import events
+from testbed.small_models import SMALL_VOCABULARY
+from testbed.tiny_models import save_model_directory, tiny_config
+from tests.helpers.mpirun import mpirun
 
 SHARE = 0.94
 """The part of the model's weights that a host may have in memory."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.helpers.hosts import Lab
+from testbed.hosts import Lab
 from tests.helpers.mpirun import mpirun
 
 

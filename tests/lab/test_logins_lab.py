@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.helpers.hosts import TMP, Lab, hosts
+from testbed.hosts import TMP, Lab, hosts
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import give_shell, logins, require
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.helpers.hosts import TMP, Lab
+from testbed.hosts import TMP, Lab
 from tests.helpers.mpirun import mpirun
 from tests.helpers.topologies import CHIPS, cores_of, write_topology
 

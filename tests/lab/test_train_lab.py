@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import hosts
-from tests.helpers.mpirun import events, in_file, mpirun, train_well
+from testbed.hosts import hosts
+from testbed.runs import events, in_file
+from tests.helpers.mpirun import mpirun, train_well
 
 STEPS, SAVED_EVERY = 12, 4
 TRAIN = (

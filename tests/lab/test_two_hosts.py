@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import Lab, hosts
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
+from testbed.hosts import Lab, hosts
+from testbed.jobs import AFTER_A_KILL, Job
 from tests.helpers.mpirun import mpirun
+from tests.helpers.programs import PROGRAMS
 
 
 def run_until(

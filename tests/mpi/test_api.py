@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardmlx
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.mpirun import mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import Job
+from testbed.jobs import Job
 from tests.helpers.mpirun import mpirun, train
 
 

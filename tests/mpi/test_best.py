@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testbed.runs import events, in_file
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.mpirun import events, in_file, train, train_well
+from tests.helpers.mpirun import train, train_well
 
 COMMON = (
     *("--num-layers", "-1", "--batch-size", "4", "--max-seq-length", "64", "--seed", "3"),

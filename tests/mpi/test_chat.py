@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tests.helpers.jobs import Job
+from testbed.jobs import Job
 from tests.helpers.mpirun import mlx_lm, mpirun
 from tests.helpers.shown import lacking
 

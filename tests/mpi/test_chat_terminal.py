@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import AFTER_A_KILL, ranks_command
+from testbed.jobs import AFTER_A_KILL, ranks_command
 from tests.helpers.terminals import Terminal
 
 MOST = 256

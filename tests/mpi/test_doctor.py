@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.planning.facts.hostfile import read_hostfile
-from tests.helpers.jobs import PYTHONPATH
+from testbed.jobs import PYTHONPATH
 from tests.helpers.mpirun import mpirun
 
 DOCTOR = ("-m", "shardmlx.doctor", "--seconds", "0.1")

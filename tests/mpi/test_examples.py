@@ -11,8 +11,9 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from tests.helpers.jobs import ROOT
-from tests.helpers.mpirun import events, train_well
+from testbed.jobs import ROOT
+from testbed.runs import events
+from tests.helpers.mpirun import train_well
 
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.yaml"))}
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardmlx.checkpoint.store import Store
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
-from tests.helpers.mpirun import in_file, mpirun, train, train_well
+from testbed.jobs import AFTER_A_KILL
+from testbed.runs import in_file
+from tests.helpers.mpirun import mpirun, train, train_well
+from tests.helpers.programs import PROGRAMS
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
+from testbed.jobs import AFTER_A_KILL
 from tests.helpers.mpirun import mpirun
+from tests.helpers.programs import PROGRAMS
 
 HOST = re.escape(socket.gethostname().split(".")[0])
 DIED = r"died \(was it killed, or out of memory\?\); it was last in .+"

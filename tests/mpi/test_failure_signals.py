@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END, Job, Running
+from testbed.jobs import SECONDS_TO_END, Job, Running
 from tests.helpers.mpirun import mpirun
+from tests.helpers.programs import PROGRAMS
 
 
 def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from testbed.jobs import AFTER_A_KILL, Job
+from testbed.small_models import SMALL_VOCABULARY
 from tests.helpers.draft_heads import head_config, save_with_head
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shown import lacking, shown
-from tests.helpers.small_models import SMALL_VOCABULARY
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 

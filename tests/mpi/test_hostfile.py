@@ -10,7 +10,7 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.planning.facts.hostfile import machine_of_each_rank, read_hostfile
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 
 EXAMPLES = sorted((ROOT / "hostfiles").iterdir())
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from shardmlx.islands.client import TOKEN
+from testbed.jobs import Running
+from testbed.runs import in_file
 from tests.helpers.island_hub import running_hub
 from tests.helpers.islands import (
     Nesterov,
@@ -23,8 +25,6 @@ from tests.helpers.islands import (
     use_tokens,
     weights_of,
 )
-from tests.helpers.jobs import Running
-from tests.helpers.mpirun import in_file
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import PYTHONPATH, Running
+from testbed.jobs import PYTHONPATH, Running
+from testbed.runs import events
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import train_well
 
 STEPS = 16
 

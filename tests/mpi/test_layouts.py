@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
+from testbed.runs import events
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import train_well
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cgroups import memory_cgroups
-from tests.helpers.jobs import ranks_command
-from tests.helpers.mpirun import events, in_file, mpirun, train_well
+from testbed.cgroups import memory_cgroups
+from testbed.jobs import ranks_command
+from testbed.runs import events, in_file
+from tests.helpers.mpirun import mpirun, train_well
 
 WHOLE = {"attention_chunk": "off", "loss_chunk": "off"}
 PIECES = {"attention_chunk": "auto", "loss_chunk": "counted"}

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.jobs import PROGRAMS
-from tests.helpers.models_and_batches import (
-    load_arrays,
-    save_in_two_files,
-    tiny_config,
-)
+from testbed.small_models import SMALL_VOCABULARY
+from testbed.tiny_models import tiny_config
+from tests.helpers.models_and_batches import load_arrays, save_in_two_files
 from tests.helpers.mpirun import mpirun
-from tests.helpers.small_models import SMALL_VOCABULARY
+from tests.helpers.programs import PROGRAMS
 
 LAYERS, RANKS = 8, 2
 SLACK = 1_500_000

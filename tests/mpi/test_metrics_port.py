@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shardmlx.common.http_listener import bind
-from tests.helpers.jobs import Running
+from testbed.jobs import Running
 from tests.helpers.mpirun import mpirun
 
 PATIENCE = 60.0

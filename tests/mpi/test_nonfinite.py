@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import PROGRAMS, Job
+from testbed.jobs import Job
+from testbed.runs import events, in_file
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, in_file, train, train_well
+from tests.helpers.mpirun import train, train_well
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 
 

@@ -14,9 +14,10 @@ from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
-from tests.helpers.jobs import ROOT, Job
+from testbed.jobs import ROOT, Job
+from testbed.runs import events, in_file
 from tests.helpers.models_and_batches import load_arrays, load_weights
-from tests.helpers.mpirun import events, in_file, train_well
+from tests.helpers.mpirun import train_well
 from tests.helpers.shown import lacking
 
 Arguments = list[str | Path]

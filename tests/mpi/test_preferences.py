@@ -15,7 +15,8 @@ from mlx.optimizers import Adam
 from mlx_lm import load
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from tests.helpers.mpirun import events, train_well
+from testbed.runs import events
+from tests.helpers.mpirun import train_well
 from tests.helpers.preference_data import preference_directory, rows_of
 from tests.helpers.shown import lacking
 

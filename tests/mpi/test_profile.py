@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardmlx.planning.facts.profile_file import read_profile
-from tests.helpers.jobs import Job
-from tests.helpers.mpirun import events, mpirun, train
+from testbed.jobs import Job
+from testbed.runs import events
+from testbed.small_models import small_directory
+from tests.helpers.mpirun import mpirun, train
 from tests.helpers.rank_pool import run_in_pool
-from tests.helpers.small_models import small_directory
 
 LAYERS = 3
 """So few that their bytes are planned by rule: to measure these takes most of a profile's time."""

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.helpers.jobs import PROGRAMS, Job
+from testbed.jobs import Job
+from testbed.runs import events
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import train_well
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shown import shown
 

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.helpers.jobs import PROGRAMS, PYTHONPATH
+from testbed.jobs import PYTHONPATH
+from testbed.runs import events
+from testbed.small_models import small_directory, undeclared_directory
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_well
-from tests.helpers.small_models import small_directory, undeclared_directory
+from tests.helpers.mpirun import train_well
+from tests.helpers.programs import PROGRAMS
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself

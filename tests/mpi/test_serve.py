@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.jobs import Running
+from testbed.jobs import Running
 from tests.helpers.mpirun import mlx_lm
 from tests.helpers.shown import lacking
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.jobs import PROGRAMS
-from tests.helpers.mpirun import events
+from testbed.runs import events
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
+from testbed.jobs import AFTER_A_KILL, Job
+from testbed.runs import events, in_file
+from testbed.small_models import small_directory
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, in_file, mlx_lm, mpirun
+from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shared_texts import (
     FEW,
@@ -24,7 +27,6 @@ from tests.helpers.shared_texts import (
     WHOLE_EXPERTS,
     expected_texts,
 )
-from tests.helpers.small_models import small_directory
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 

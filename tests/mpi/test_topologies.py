@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 from tests.helpers.mpirun import mpirun
 from tests.helpers.topologies import CHIPS, cores_of, write_topology
 

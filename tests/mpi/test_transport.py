@@ -10,10 +10,11 @@ import threading
 import pytest
 
 from shardmlx.distributed.messages import PeerLost
+from testbed.jobs import ROOT, SECONDS_TO_END
 from tests.helpers import transport_checks
-from tests.helpers.jobs import PROGRAMS, ROOT, SECONDS_TO_END
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.mpirun import mpirun, run_checks, verdict
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.transport_checks import CHECKS
 
 OF_SUMS = [name for name in CHECKS if "sum" in name or "scatter" in name or "gather" in name]

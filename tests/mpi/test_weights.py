@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from shardmlx.common.units import parse_bytes
+from testbed.jobs import Job
+from testbed.runs import events
 from tests.helpers.hub_server import File, Hub, serve
-from tests.helpers.jobs import PROGRAMS, Job
-from tests.helpers.mpirun import events, mpirun, train_well
+from tests.helpers.mpirun import mpirun, train_well
+from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shown import lacking
 

@@ -11,10 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from testbed.jobs import AFTER_A_KILL
+from testbed.runs import events, in_file
 from tests.helpers.checkpoints import Bytes, as_bytes
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.mpirun import events, in_file, mpirun, train_well
+from tests.helpers.mpirun import mpirun, train_well
+from tests.helpers.programs import PROGRAMS
 
 STEPS = 4
 OPTIONS = (

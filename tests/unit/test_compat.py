@@ -24,8 +24,8 @@ import pytest
 
 from shardmlx import compat
 from shardmlx.hosts.library_probes import PROBES, tried_with
-from tests.helpers.further_configs import FURTHER
-from tests.helpers.models_and_batches import build
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build
 from tests.helpers.sources import nodes
 
 ROOT = Path(__file__).parents[2]

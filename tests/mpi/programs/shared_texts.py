@@ -26,8 +26,8 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
+from testbed.tiny_models import build
 from tests.helpers.generation import CHUNK
-from tests.helpers.models_and_batches import build
 from tests.helpers.shared_texts import config_of, shares_of, texts_in_turn
 
 

@@ -17,8 +17,8 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.crew import Crew
+from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.checkpoints import flip, hosts, led, save
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 
 @dataclass

@@ -25,7 +25,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import KNOWN, REFERENCE, WANTED, Sample, Samples
 from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from testbed.tiny_models import save_model_directory, tiny_config
 
 TRAIN: list[Sample] = [([1, 2, 3], 0), ([4, 5], 1)]
 VALID: list[Sample] = [([6, 7, 8, 9], 0)]

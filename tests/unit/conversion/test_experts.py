@@ -11,10 +11,10 @@ import pytest
 
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import build_lazily
+from testbed.family_configs import CONFIGS, has_experts
+from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.exports import export_alone
-from tests.helpers.family_configs import CONFIGS, has_experts
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.saved_adapters import save_random_lora
 
 HIDDEN, WIDTH, EXPERTS = 128, 512, 16

@@ -27,13 +27,11 @@ from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.runtime.slice import Piece
+from testbed.tiny_models import tiny_config
 from tests.helpers.exports import export_alone
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
-from tests.helpers.models_and_batches import (
-    save_in_two_files,
-    tiny_config,
-)
+from tests.helpers.models_and_batches import save_in_two_files
 from tests.helpers.saved_adapters import save_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")

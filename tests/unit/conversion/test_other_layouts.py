@@ -15,9 +15,10 @@ from mlx_lm.utils import load_model, quantize_model
 
 from shardmlx.config.export import ExportOptions
 from shardmlx.errors import UserError
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build, tiny_config
 from tests.helpers.exports import export_alone
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, load_arrays, tiny_config
+from tests.helpers.models_and_batches import load_arrays
 
 LLAMA = tiny_config(layers=1, hidden_size=64, intermediate_size=64, num_key_value_heads=4)
 DEEPSEEK = {**CONFIGS["deepseek_v3"], "torch_dtype": "bfloat16"}

@@ -19,13 +19,13 @@ from shardmlx.config.export import ExportOptions, PackingOptions
 from shardmlx.conversion.export import divide
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.sizes.rope_parameters import with_rope
+from testbed.family_configs import CONFIGS, LAYERS, has_experts
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import save_model_directory, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.exports import export_alone
-from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
-from tests.helpers.further_configs import FURTHER
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.saved_adapters import save_lora, save_random_lora
-from tests.helpers.undeclared_configs import UNDECLARED
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers.jobs import PYTHONPATH, ROOT
+from testbed.jobs import PYTHONPATH, ROOT
 
 _UNTIL_MPI = """
 import runpy, sys

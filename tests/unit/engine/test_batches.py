@@ -28,13 +28,8 @@ from shardmlx.engine.batches import (
 )
 from shardmlx.engine.loss import token_loss
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.models_and_batches import (
-    VOCABULARY,
-    all_answers,
-    logits_of,
-    random_batch,
-    tiny_model,
-)
+from testbed.tiny_models import VOCABULARY
+from tests.helpers.models_and_batches import all_answers, logits_of, random_batch, tiny_model
 
 SEED = 7
 

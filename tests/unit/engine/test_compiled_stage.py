@@ -13,13 +13,8 @@ from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.stage import Stage
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.models_and_batches import (
-    VOCABULARY,
-    move_trained,
-    saving,
-    tiny_model,
-    with_adapters,
-)
+from testbed.tiny_models import VOCABULARY
+from tests.helpers.models_and_batches import move_trained, saving, tiny_model, with_adapters
 
 LAYERS = 3
 SCALE = 1 / 64

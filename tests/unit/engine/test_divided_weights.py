@@ -15,18 +15,12 @@ from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.models.runtime.slice import Slice
+from testbed.tiny_models import build, tiny_config
 from tests.helpers.checkpoints import Bytes
 from tests.helpers.divided_training import tiny_models, train
 from tests.helpers.engines import OPTIMIZER, WEIGHTS, engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import (
-    Layout,
-    build,
-    random_batch,
-    tiny_config,
-    tiny_model,
-    with_adapters,
-)
+from tests.helpers.models_and_batches import Layout, random_batch, tiny_model, with_adapters
 
 TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
 

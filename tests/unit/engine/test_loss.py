@@ -15,12 +15,11 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch, make_batch, pack, split
 from shardmlx.engine.loss import Head, HeadInput
 from shardmlx.models.runtime.slice import Slice
+from testbed.tiny_models import build, tiny_config
 from tests.helpers.models_and_batches import (
-    build,
     check_same,
     random_batch,
     through_stages,
-    tiny_config,
     tiny_model,
     with_adapters,
 )

@@ -18,15 +18,10 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
 from shardmlx.engine.objectives import LOSSES, AnswerScores, Objective
 from shardmlx.errors import UserError
+from testbed.tiny_models import VOCABULARY
 from tests.helpers.engines import run_engine
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import (
-    VOCABULARY,
-    Gradients,
-    Layout,
-    largest_difference,
-    tiny_model,
-)
+from tests.helpers.models_and_batches import Gradients, Layout, largest_difference, tiny_model
 from tests.helpers.preference_data import write_own_objective
 
 CASES: dict[str, dict[str, Any]] = {

@@ -15,9 +15,10 @@ from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scorer, Scores, perplexity_of
 from shardmlx.evaluation.tasks import continuation, rows_of
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import VOCABULARY, build
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import VOCABULARY, build, tiny_model
+from tests.helpers.models_and_batches import tiny_model
 
 LENGTHS = [2, 30, 7, 19, 30, 3, 12]
 

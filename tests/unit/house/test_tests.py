@@ -32,10 +32,21 @@ def test_no_test_imports_from_another() -> None:
         f"{path.relative_to(TESTS)} imports {name}"
         for path in FILES
         for name in imported(path)
-        if name.split(".")[0] == "tests" and not name.startswith("tests.helpers.")
+        if is_of_tests(name) and not name.startswith("tests.helpers.")
     ]
     assert len(FILES) > 100
     assert found == []
+
+
+def test_scripts_and_what_they_share_with_tests_import_no_test() -> None:
+    files = [path for top in ("scripts", "testbed") for path in (TESTS.parent / top).rglob("*.py")]
+    assert len(files) > 20
+    found = [path.name for path in files if any(map(is_of_tests, imported(path)))]
+    assert found == []
+
+
+def is_of_tests(module: str) -> bool:
+    return module.split(".")[0] == "tests"
 
 
 def test_files_of_one_name_are_told_apart_by_their_packages() -> None:

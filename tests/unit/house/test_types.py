@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 
 SCRIPTS = [str(path) for path in sorted((ROOT / "scripts").rglob("*.py"))]
 
@@ -16,7 +16,7 @@ SCRIPTS = [str(path) for path in sorted((ROOT / "scripts").rglob("*.py"))]
 @pytest.mark.timeout(600)
 def test_mypy_finds_nothing() -> None:
     job = subprocess.run(
-        [sys.executable, "-m", "mypy", "shardmlx", "tests", *SCRIPTS],
+        [sys.executable, "-m", "mypy", "shardmlx", "testbed", "tests", *SCRIPTS],
         cwd=ROOT,
         env={**os.environ, "MYPYPATH": "scripts:scripts/bench"},
         capture_output=True,

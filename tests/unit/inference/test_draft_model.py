@@ -18,9 +18,10 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.models.sizes.kv_cache import STEP, held
+from testbed.tiny_models import VOCABULARY
 from tests.helpers.chat_templates import tokenizer_with
 from tests.helpers.generation import CHUNK, by_mlx_lm, counted, on_ranks, texts_of
-from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+from tests.helpers.models_and_batches import tiny_model
 from tests.helpers.refusals import refusal
 
 

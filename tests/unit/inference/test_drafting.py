@@ -20,8 +20,9 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.stage import UNSENT, ItemGraph, StageWorker
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from testbed.tiny_models import VOCABULARY
 from tests.helpers.generation import by_mlx_lm, counted, finish_all, on_ranks, texts_of
-from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+from tests.helpers.models_and_batches import tiny_model
 
 LAYERS = 4
 WINDOW = 40

@@ -20,9 +20,9 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.loading.build import build_draft_head, build_to_generate
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from testbed.tiny_models import VOCABULARY, save_model_directory, tiny_config
 from tests.helpers.draft_heads import guess_by_formula, head_config, save_with_head, without_head
 from tests.helpers.generation import counted, on_ranks, texts_of
-from tests.helpers.models_and_batches import VOCABULARY, save_model_directory, tiny_config
 from tests.helpers.refusals import refusal
 
 FAMILIES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "mimo")

@@ -27,9 +27,9 @@ from shardmlx.models.sizes.kv_cache import STEP, CacheQuantisation, parts_of
 from shardmlx.partitioners import LayerCosts
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.memory.generation import GenerationSetup, kv_cache_memory
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, tiny_config
-from tests.helpers.undeclared_configs import UNDECLARED
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 
 LAYERS = 8
 TOKENS = 256

@@ -28,9 +28,10 @@ from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from testbed.tiny_models import VOCABULARY
 from tests.helpers.generation import add_all, by_mlx_lm, finish_all, on_ranks, texts_of
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import VOCABULARY, move_trained, tiny_model, with_adapters
+from tests.helpers.models_and_batches import move_trained, tiny_model, with_adapters
 
 LAYERS = 6
 WINDOW = 8

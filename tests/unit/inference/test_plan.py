@@ -20,9 +20,9 @@ from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.memory.limits import budgets_of, within
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.refusals import refusal
-from tests.helpers.undeclared_configs import UNDECLARED
 
 LAYERS = 8
 MB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
 
 
 def test_caches_have_room_for_whole_steps() -> None:

@@ -16,10 +16,11 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.generation import by_mlx_lm, on_ranks, texts_of
-from tests.helpers.models_and_batches import build, move_trained, tiny_config, with_adapters
-from tests.helpers.undeclared_configs import UNDECLARED
+from tests.helpers.models_and_batches import move_trained, with_adapters
 
 LAYERS, COUNT = 4, 6
 PLAIN = "keys and values"

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, build_to_generate
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from testbed.tiny_models import save_model_directory, tiny_config
 
 LAYERS = 3
 LORA = {"rank": 4, "scale": 5.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}

@@ -18,8 +18,9 @@ from mlx_lm.utils import load_model
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.saved_adapters import save_random_lora
 
 LAYERS = 4

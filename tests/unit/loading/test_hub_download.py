@@ -15,9 +15,9 @@ from shardmlx.loading import discovery, local_files
 from shardmlx.loading.hub_download import find_model
 from shardmlx.loading.local_files import LocalFiles
 from shardmlx.loading.rank_setup import ModelWorker
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.hub_server import File, Hub, serve, text_file
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.undeclared_configs import UNDECLARED
 
 
 def source(name: str, revision: str | None = None) -> ModelSource:

@@ -30,8 +30,8 @@ from shardmlx.loading.rank_setup import (
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.workload import ModelSizes, Workload, model_sizes
+from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 GIB = 1 << 30
 QUIET = Reporter(quiet=True)

@@ -38,8 +38,9 @@ from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.shares import WHOLE, TensorShares
+from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
+from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.saved_adapters import save_random_lora
 
 LAYERS = 4

@@ -17,16 +17,16 @@ from shardmlx.modelfiles.parts import inspect_files, part_of, rows
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.inspection import LINE, divided
 from shardmlx.planning.weight_split import Split, divide
+from testbed.family_configs import LAYERS
+from testbed.tiny_models import save_model_directory
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.fake_models import (
     MISTRAL_7B,
     TINY,
     model_files,
     write,
 )
-from tests.helpers.family_configs import LAYERS
 from tests.helpers.hub_server import text_file
-from tests.helpers.models_and_batches import save_model_directory
-from tests.helpers.undeclared_configs import UNDECLARED
 
 Capture = pytest.CaptureFixture[str]
 

@@ -15,9 +15,9 @@ from shardmlx.modelfiles.tensors import (
     packing_of,
     read_quantisation,
 )
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build
 from tests.helpers.fake_models import MISTRAL_7B, MISTRAL_LARGE
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build
 
 QUANTISATIONS: list[dict[str, Any]] = [
     {"bits": 4, "group_size": 32},

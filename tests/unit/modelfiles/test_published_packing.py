@@ -12,8 +12,8 @@ from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.tensors import Quantisation, read_quantisation
 from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.weight_split import Split, divide, generation_of
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import tiny_config
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import tiny_config
 
 MXFP4 = {
     "quant_method": "mxfp4",

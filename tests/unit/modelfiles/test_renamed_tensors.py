@@ -16,8 +16,8 @@ from shardmlx.modelfiles.parts import inspect_files
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.planning.facts.workload import model_sizes
-from tests.helpers.family_configs import CONFIGS, LAYERS
-from tests.helpers.models_and_batches import build
+from testbed.family_configs import CONFIGS, LAYERS
+from testbed.tiny_models import build
 
 CONFIG = CONFIGS["mistral3"]
 LAYOUTS = {

@@ -10,11 +10,11 @@ import pytest
 from shardmlx.main import main
 from shardmlx.modelfiles.model_files import find_source, read_model
 from shardmlx.modelfiles.verify import verify
+from testbed.family_configs import CONFIGS
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import save_model_directory, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.fake_models import TINY, Tensors, model_files, tensors_of, write
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.further_configs import FURTHER
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.undeclared_configs import UNDECLARED
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 

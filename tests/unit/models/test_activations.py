@@ -9,7 +9,7 @@ from mlx_lm.models.activations import swiglu as of_mlx_lm
 
 from shardmlx.models.runtime.activations import exponential, swiglu
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.models_and_batches import build, tiny_config
+from testbed.tiny_models import build, tiny_config
 
 pytestmark = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="a GPU computes them as mlx-lm does"

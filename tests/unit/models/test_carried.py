@@ -19,12 +19,13 @@ from shardmlx.loading.adapters import check_keys
 from shardmlx.loading.manifest import is_needed
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.family_configs import LAYERS
-from tests.helpers.further_configs import FURTHER
+from testbed.family_configs import LAYERS
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
     Result,
-    build,
     check_same,
     move_trained,
     random_batch,
@@ -33,7 +34,6 @@ from tests.helpers.models_and_batches import (
     through_stages,
     with_adapters,
 )
-from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(3, longest=20)
 # Of four layers the first two give keys and values to the others.

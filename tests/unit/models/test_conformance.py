@@ -29,16 +29,16 @@ from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import plan_training
+from testbed.family_configs import CONFIGS, LAYERS, has_experts
+from testbed.tiny_models import build
 from tests.helpers.cut_models import check_continued, check_logits, check_pairs
 from tests.helpers.engines import NOTHING, WEIGHTS, engine_of, gradients_of, train_on
-from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,
     Result,
-    build,
     check_same,
     move_trained,
     random_batch,

@@ -16,9 +16,9 @@ from shardmlx.models.runtime.recurrence import (
     use_pieces,
 )
 from shardmlx.models.sizes.layer_shape import PIECE
-from tests.helpers.further_configs import FURTHER
-from tests.helpers.models_and_batches import build
-from tests.helpers.undeclared_configs import UNDECLARED
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build
+from testbed.undeclared_configs import UNDECLARED
 
 Function = Callable[..., tuple[mx.array, mx.array]]
 HEADS, KEY, VALUE = 4, 16, 8

@@ -20,11 +20,11 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.sizes.rope_parameters import with_rope
 from shardmlx.models.sizes.undeclared import build_random
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
+from testbed.seeded_weights import SHOWN, TOKENS, seeded_weight
+from testbed.tiny_models import tiny_config
 from tests.helpers.hugging_face_experts import single_experts
-from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.refusals import refusal
-from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
 
 REFERENCE = Path(__file__).parents[2] / "helpers" / "rope_logits.json"
 CASES = json.loads(REFERENCE.read_text())["cases"]

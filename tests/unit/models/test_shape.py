@@ -11,8 +11,8 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.shape import ModelShape
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, tiny_config
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import build, tiny_config
 from tests.helpers.refusals import refusal
 
 SUPPORTED = ("mistral", "llama", "qwen2", "qwen3")

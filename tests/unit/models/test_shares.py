@@ -19,10 +19,12 @@ from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice, Sum
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import Cut, TensorShares
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.further_configs import FURTHER
+from testbed.family_configs import CONFIGS
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build, tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import build, move_trained, tiny_config, with_adapters
+from tests.helpers.models_and_batches import move_trained, with_adapters
 from tests.helpers.shared_texts import (
     FEW,
     MODELS,
@@ -31,7 +33,6 @@ from tests.helpers.shared_texts import (
     expected_texts,
     shares_of,
 )
-from tests.helpers.undeclared_configs import UNDECLARED
 
 FORMS: Mapping[str, dict[str, Any]] = CONFIGS | UNDECLARED | FURTHER
 

@@ -14,12 +14,12 @@ from shardmlx.engine.batches import MicroBatch, split
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
 from shardmlx.models.runtime.slice import Slice
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import VOCABULARY, build
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.models_and_batches import (
-    VOCABULARY,
     all_answers,
     backward,
-    build,
     check_same,
     logits_of,
     random_batch,
@@ -28,7 +28,6 @@ from tests.helpers.models_and_batches import (
     tiny_model,
     with_adapters,
 )
-from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(6)
 SCALE = 1 / BATCH.valid_tokens

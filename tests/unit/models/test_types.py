@@ -17,12 +17,13 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import pack
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.modelfiles.parts import read_shape
+from testbed.family_configs import CONFIGS, LAYERS
+from testbed.further_configs import FURTHER
+from testbed.tiny_models import build
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.cut_models import check_continued, check_pairs
-from tests.helpers.family_configs import CONFIGS, LAYERS
-from tests.helpers.further_configs import FURTHER
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
-    build,
     check_same,
     move_trained,
     random_batch,
@@ -30,7 +31,6 @@ from tests.helpers.models_and_batches import (
     through_stages,
 )
 from tests.helpers.refusals import refusal
-from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(3, longest=20)
 CUTS = [(0, 1), (1, LAYERS)]

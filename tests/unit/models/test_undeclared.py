@@ -29,21 +29,19 @@ from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.report.plan_report import report
 from shardmlx.planning.training_plan import plan_training
+from testbed.family_configs import CONFIGS, LAYERS
+from testbed.tiny_models import build, save_model_directory, tiny_config
+from testbed.undeclared_configs import ATTENTIVE, LOOPING, RECURRENT, REFUSED, UNDECLARED
 from tests.helpers.cut_models import check_continued
-from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
-    build,
     check_same,
     random_batch,
     reference,
-    save_model_directory,
     through_stages,
-    tiny_config,
     tiny_model,
     with_adapters,
 )
-from tests.helpers.undeclared_configs import ATTENTIVE, LOOPING, RECURRENT, REFUSED, UNDECLARED
 
 BATCH = random_batch(3, longest=20)
 TOKENS = mx.array(BATCH.tokens[:, :-1])

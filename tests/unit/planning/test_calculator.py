@@ -15,8 +15,8 @@ from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.generation import generation_ways
 from shardmlx.planning.report.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import write_config
-from tests.helpers.models_and_batches import tiny_config
 
 Capture = pytest.CaptureFixture[str]
 

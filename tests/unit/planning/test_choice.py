@@ -36,8 +36,8 @@ from shardmlx.planning.time.predict import predict
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import ways
 from shardmlx.training.plan_run import choose_plan
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import MISTRAL_7B, write_config
-from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.shown import lacking
 from tests.helpers.workloads import workload
 

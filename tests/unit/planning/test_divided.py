@@ -13,7 +13,8 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.planning.memory.stages import held_once, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
-from tests.helpers.models_and_batches import build, tiny_config, with_adapters
+from testbed.tiny_models import build, tiny_config
+from tests.helpers.models_and_batches import with_adapters
 from tests.helpers.stage_memory import weight_sizes
 from tests.helpers.workloads import workload
 

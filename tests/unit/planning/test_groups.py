@@ -21,8 +21,8 @@ from shardmlx.planning.facts.cluster import Cluster, pipeline_seconds
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.ring import SUM_SECONDS
 from shardmlx.planning.groups import in_groups
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import write_config
-from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.workloads import workload
 
 Capture = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import BITS, LONGEST, plan_training
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
 
 MACS = (Machine(host="a", wired=30 * MIB), Machine(host="b", wired=60 * MIB))
 

@@ -15,7 +15,7 @@ from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import make_mesh, trainable_stages
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from testbed.tiny_models import save_model_directory, tiny_config
 
 SIZES = ([8], [4, 4], [1, 3, 4], [2, 2, 2, 2])
 

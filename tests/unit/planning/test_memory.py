@@ -30,7 +30,7 @@ from shardmlx.planning.memory.layers import (
 from shardmlx.planning.memory.ranks import PeakOfActions, multiples
 from shardmlx.planning.memory.stages import StageMemory, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
-from tests.helpers.family_configs import CONFIGS
+from testbed.family_configs import CONFIGS
 from tests.helpers.grids import parse_grid
 from tests.helpers.workloads import parameter_bytes, workload
 

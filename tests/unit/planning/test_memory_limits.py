@@ -39,7 +39,7 @@ from shardmlx.planning.memory.limits import (
 )
 from shardmlx.planning.time.predict import planned_memory
 from shardmlx.training.datasets import longest_input
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
 from tests.helpers.workloads import workload
 
 

@@ -14,8 +14,8 @@ from shardmlx.models.runtime.slice import Slice
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.memory.generation import GenerationSetup, inference_memory
 from shardmlx.planning.memory.layers import layer_arrays
-from tests.helpers.family_configs import CONFIGS, LAYERS
-from tests.helpers.models_and_batches import build
+from testbed.family_configs import CONFIGS, LAYERS
+from testbed.tiny_models import build
 from tests.helpers.stage_memory import (
     BACKEND,
     LENGTH,

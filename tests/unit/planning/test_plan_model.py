@@ -14,8 +14,8 @@ from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.hostfile import read_hostfile
 from shardmlx.planning.training_plan import plan_training
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import MISTRAL_7B, write_config
-from tests.helpers.models_and_batches import tiny_config
 
 HOSTS = """\
 studio.local slots=1  # memory=64GiB flops=27T link=40Gbps latency=30us

@@ -22,7 +22,7 @@ from shardmlx.planning.facts.profile_file import (
 )
 from shardmlx.planning.memory.measured import MemorySample, StageBytes
 from shardmlx.planning.time.parts import Seconds
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
 from tests.helpers.refusals import refusal
 from tests.helpers.workloads import workload
 

@@ -11,7 +11,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.time.replica_messages import Messages
 from shardmlx.planning.training_plan import plan_training
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
 
 LAYERS, WIDTH, VOCABULARY, ROWS = 8, 64, 97, 8
 

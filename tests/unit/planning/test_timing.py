@@ -12,7 +12,7 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.actions import Kind
 from shardmlx.planning.facts.profile_file import MachineProfile, Sample
 from shardmlx.planning.time.parts import LEAST_SECONDS, ModelSeconds, Seconds, Speed
-from tests.helpers.models_and_batches import tiny_config
+from testbed.tiny_models import tiny_config
 from tests.helpers.workloads import workload
 
 SHAPE = read_shape(tiny_config(layers=4))

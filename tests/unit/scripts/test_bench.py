@@ -75,14 +75,16 @@ def imported(files: list[Path]) -> set[str]:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             names |= {module.partition(".")[0] for module in modules}
-            helpers = [ROOT / f"{each.replace('.', '/')}.py" for each in modules if "tests" in each]
+            helpers = [
+                ROOT / f"{each.replace('.', '/')}.py" for each in modules if "testbed" in each
+            ]
             files += [each for each in helpers if each not in files]
     return names
 
 
 def test_the_benchmarks_need_only_what_their_extra_brings() -> None:
     own = {path.stem for folder in (BENCH, BENCH.parent) for path in folder.glob("*.py")}
-    own |= {"tests"} | set(sys.stdlib_module_names)
+    own |= {"testbed"} | set(sys.stdlib_module_names)
     distributions = metadata.packages_distributions()
     packages = {
         name: {canonicalize_name(each) for each in distributions.get(name, [name])}

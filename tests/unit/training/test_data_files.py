@@ -18,7 +18,7 @@ from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.data_files import parse_rows
 from shardmlx.training.datasets import DataSets, read_data
-from tests.helpers.jobs import ROOT
+from testbed.jobs import ROOT
 from tests.helpers.letters import EOS, Letters, listed
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.refusals import refusal

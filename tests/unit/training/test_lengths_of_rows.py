@@ -10,9 +10,9 @@ import pytest
 from shardmlx.engine.batches import counted_in
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.datasets import mean_lengths
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import tiny_config
-from tests.helpers.undeclared_configs import UNDECLARED
+from testbed.family_configs import CONFIGS
+from testbed.tiny_models import tiny_config
+from testbed.undeclared_configs import UNDECLARED
 
 
 def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:

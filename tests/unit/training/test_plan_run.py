@@ -17,8 +17,8 @@ from shardmlx.loading import rank_setup
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training import plan_run
 from shardmlx.training.worker import TrainWorker
+from testbed.small_models import small_directory
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.small_models import small_directory
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from shardmlx.planning.memory.measured import MemorySample
 from shardmlx.planning.time.parts import Seconds
 from shardmlx.training import profiling, sample_model
 from shardmlx.training.profiling import ProfileWorker
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import TINY, model_files, write
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import tiny_config
 
 PART = Seconds(1.0, 1.0, 1.0, 0.1)
 SAMPLE = Sample(rows=1, length=8, layer=PART, frozen=PART, embedding=PART, head=PART)

@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import SkipTest
 
-from tests.helpers.cgroups import Cgroup
-from tests.helpers.jobs import ROOT
+from testbed.cgroups import Cgroup
+from testbed.jobs import ROOT
 
 NETWORK = "10.77.0"
 TMP = Path("/tmp")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.family_configs import BASE, EXPERTS, LAYERS
-from tests.helpers.models_and_batches import VOCABULARY
+from testbed.family_configs import BASE, EXPERTS, LAYERS
+from testbed.tiny_models import VOCABULARY
 
 GPT: dict[str, Any] = {
     "n_ctx": 128,

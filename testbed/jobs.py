@@ -1,4 +1,4 @@
-"""Processes that a test starts together, and that never outlive it."""
+"""Processes that a test or a script starts together, and that never outlive it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests/mpi/programs"
-STARTUP = ROOT / "tests/helpers/startup"
+ROOT = Path(__file__).resolve().parents[1]
+STARTUP = ROOT / "testbed/startup"
 PYTHONPATH = os.pathsep.join([str(ROOT), str(STARTUP)])
 """With which a Python finds shardmlx, wherever it runs, and starts sooner."""
 

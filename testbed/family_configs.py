@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tests.helpers.models_and_batches import VOCABULARY, tiny_config
+from testbed.tiny_models import VOCABULARY, tiny_config
 
 LAYERS = 4
 

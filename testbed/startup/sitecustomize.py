@@ -105,7 +105,7 @@ def on_device(execute: Callable[[ModuleType], None], module: ModuleType) -> None
         mx.set_default_device(getattr(mx, device))
 
 
-CACHE = Path(__file__).resolve().parents[3] / ".cache"
+CACHE = Path(__file__).resolve().parents[2] / ".cache"
 RUN = {
     "dataclasses": with_kept_code,
     "mlx.core": on_device,

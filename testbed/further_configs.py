@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.family_configs import BASE, EXPERTS, KINDS, LATENT, LATENT_AND_ROUTED, LAYERS
-from tests.helpers.models_and_batches import VOCABULARY
-from tests.helpers.undeclared_configs import GPT, LINEAR_ATTENTION, UNDECLARED
+from testbed.family_configs import BASE, EXPERTS, KINDS, LATENT, LATENT_AND_ROUTED, LAYERS
+from testbed.tiny_models import VOCABULARY
+from testbed.undeclared_configs import GPT, LINEAR_ATTENTION, UNDECLARED
 
 _WINDOWED: dict[str, Any] = {**BASE, "head_dim": 16, "sliding_window": 8, "layer_types": KINDS}
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in dict.fromkeys(KINDS)}

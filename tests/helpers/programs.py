@@ -1,0 +1,7 @@
+"""Programs that tests start on ranks."""
+
+from __future__ import annotations
+
+from testbed.jobs import ROOT
+
+PROGRAMS = ROOT / "tests/mpi/programs"
