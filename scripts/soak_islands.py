@@ -42,8 +42,8 @@ from mlx_lm.utils import load
 from soak_hub import NAMES
 
 from shardmlx.islands.protocol import Join, SharedTensor, fragments_of
+from testbed.rows import write
 from testbed.small_models import small_directory, tokenizer_directory
-from tests.helpers.letters import write
 
 LAST_TOKENS = 400_000
 """Tokens that all islands train after the last event."""

@@ -23,8 +23,8 @@ from shardmlx.training.report import StepResult
 from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.trainer import Trainer
 from shardmlx.training.worker import TrainWorker
+from testbed.rows import write
 from tests.helpers.island_hub import RunningHub
-from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import load_arrays
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from shardmlx.engine.batches import Sample
@@ -36,16 +34,6 @@ class Letters:
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: object) -> str:
         """Return the text of a conversation, without what asks for an answer."""
         return "".join(f"<{each['role'][0]}>{each['content']};" for each in messages)
-
-
-def write(directory: Path, **sets: Sequence[Any]) -> str:
-    """Write sets of rows; a text is written as it is."""
-    directory.mkdir(exist_ok=True)
-    for name, rows in sets.items():
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        text = "".join(line + "\n" for line in lines)
-        (directory / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
-    return str(directory)
 
 
 def listed(samples: Sequence[Sample]) -> list[tuple[list[int], int]]:

@@ -24,6 +24,7 @@ from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.report.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.training.command import train_model
+from testbed.rows import write
 from tests.helpers.island_hub import RunningHub, running_hub
 from tests.helpers.islands import (
     Nesterov,
@@ -35,7 +36,6 @@ from tests.helpers.islands import (
     use_tokens,
     weights_of,
 )
-from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")

@@ -17,9 +17,10 @@ from shardmlx.errors import UserError
 from shardmlx.evaluation.command import read_texts
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.training.datasets import read_data
+from testbed.rows import write
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_templates import KINDS, tokenizer_with
-from tests.helpers.letters import listed, write
+from tests.helpers.letters import listed
 
 CHATML = KINDS["chatml"].template
 NO_TOOLS = KINDS["llama 3"].template

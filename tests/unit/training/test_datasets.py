@@ -17,7 +17,8 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Batches
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data
-from tests.helpers.letters import CHAT, EOS, Letters, listed, write
+from testbed.rows import write
+from tests.helpers.letters import CHAT, EOS, Letters, listed
 
 
 def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:

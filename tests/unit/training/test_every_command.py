@@ -27,9 +27,9 @@ from shardmlx.inference import generate
 from shardmlx.islands.client import TOKEN
 from shardmlx.training.command import train_model
 from testbed.jobs import SECONDS_TO_END
+from testbed.rows import write
 from tests.helpers.commands import at_calls, commands, failing_at
 from tests.helpers.island_hub import running_hub
-from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory

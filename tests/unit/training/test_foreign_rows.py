@@ -12,7 +12,8 @@ import pytest
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data
-from tests.helpers.letters import EOS, Letters, listed, write
+from testbed.rows import write
+from tests.helpers.letters import EOS, Letters, listed
 
 ALPACA = {"instruction": "add", "input": "1 2", "output": "3"}
 HUMAN = {"from": "human", "value": "hi"}

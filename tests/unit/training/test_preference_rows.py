@@ -14,8 +14,9 @@ from shardmlx.engine.batches import REFERENCE, SWAPPED, WANTED, Sample, Samples,
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data
 from shardmlx.training.sample_set import SampleSet
+from testbed.rows import write
 from tests.helpers.chat_templates import tokenizer_with
-from tests.helpers.letters import Letters, write
+from tests.helpers.letters import Letters
 
 HI = {"role": "user", "content": "hi"}
 

@@ -13,9 +13,9 @@ from mlx_lm.tuner.datasets import ChatDataset
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.training.datasets import read_data
+from testbed.rows import write
 from tests.helpers.call_counts import calls_by_name
 from tests.helpers.chat_templates import KINDS, tokenizer_with
-from tests.helpers.letters import write
 
 CHATML = KINDS["chatml"].template
 RENDERS = "render_jinja_template"

@@ -22,7 +22,8 @@ from shardmlx.training.data_files import parse_rows
 from shardmlx.training.datasets import DataSets, read_data
 from shardmlx.training.sample_set import RowError
 from shardmlx.training.set_part import MOST_ROWS
-from tests.helpers.letters import Letters, listed, write
+from testbed.rows import write
+from tests.helpers.letters import Letters, listed
 from tests.helpers.local_transport import LocalNetwork
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")

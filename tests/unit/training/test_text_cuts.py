@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from shardmlx.config.train import TrainConfig
 from shardmlx.training.datasets import DataSets, read_data
 from shardmlx.training.text_cuts import TextCuts
-from tests.helpers.letters import Letters, listed, write
+from testbed.rows import write
+from tests.helpers.letters import Letters, listed
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

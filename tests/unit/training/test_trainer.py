@@ -16,7 +16,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.engine import batches
 from shardmlx.errors import AgreedFailure
 from shardmlx.training.command import train_model
-from tests.helpers.letters import write
+from testbed.rows import write
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.saved_adapters import write_earlier_outputs
