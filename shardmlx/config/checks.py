@@ -54,8 +54,8 @@ FINE_TUNE_TYPES = ("lora", "dora", "full")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """An optimizer: its class in mlx.optimizers, and the copies of trained weights that it needs in
-    memory.
+    """An optimizer: its class in mlx.optimizers or ours, and the copies of trained weights that it
+    needs in memory.
 
     ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
     ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix:
@@ -75,9 +75,11 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
         "muon": OptimizerFacts("Muon", 1, 5, 9),
         "sgd": OptimizerFacts("SGD", 1, 1, 1),
         "adafactor": OptimizerFacts("Adafactor", 0, 3, 5),
+        "lars": OptimizerFacts("LARS", 1, 2, 3),
+        "lamb": OptimizerFacts("LAMB", 2, 4, 5),
     }
 )
-"""The optimizers of mlx_lm.lora."""
+"""The optimizers of mlx_lm.lora, and two for large batches (``engine.large_batch_optimizers``)."""
 
 LR_SCHEDULES = ("exponential_decay", "step_decay", "cosine_decay", "linear_schedule")
 """The learning-rate schedules of mlx.optimizers."""

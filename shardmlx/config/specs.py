@@ -319,7 +319,7 @@ class LayoutOptions:
 def unlike_shares(tune: FineTune, layout: LayoutOptions) -> Iterator[tuple[str, object, str]]:
     """Yield each option that may not stand beside tensor shares, whether it does, and the
     remedy."""
-    yield "optimizer", tune.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"
+    yield "optimizer", tune.optimizer in ("muon", "adafactor"), "use adam, adamw, sgd, lars or lamb"
     yield "zero", tune.zero, "leave it out"
     yield "unfreeze_all", tune.unfreeze_all, "leave it out"
     yield "sum_dtype", tune.keeps_errors, "use bfloat16"

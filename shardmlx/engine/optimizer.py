@@ -1,8 +1,9 @@
-"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages."""
+"""The optimizers and learning-rate schedules of mlx-lm, with LARS and LAMB, over the weights of one
+rank's stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from itertools import groupby
@@ -18,15 +19,18 @@ from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
 from shardmlx.engine.buffers import UPDATE_BYTES, in_buckets
 from shardmlx.engine.divided_weights import Shards
+from shardmlx.engine.large_batch_optimizers import LAMB, LARS, LayerwiseOptimizer
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import refusing
+from shardmlx.models.runtime.slice import Slice
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
 
 
-def build_optimizer(tune: FineTune) -> optim.Optimizer:
-    """Build the optimizer that ``mlx_lm.lora`` would build from the same options.
+def build_optimizer(tune: FineTune, parts: Sequence[Slice] = ()) -> optim.Optimizer:
+    """Build the optimizer that ``mlx_lm.lora`` would build from the same options, or one of ours,
+    for the weights of ``parts``.
 
     Raises ``UserError`` for options with which it makes no update: one is tried.
     """
@@ -37,21 +41,31 @@ def build_optimizer(tune: FineTune) -> optim.Optimizer:
         if callable(rate):
             mx.eval(rate(mx.array(1)))
     settings = dict(tune.optimizer_settings)
-    remedy = f"give settings that {kind} of mlx.optimizers takes"
+    make = _class_of(tune.optimizer)
+    remedy = f"give settings that {kind} takes: {', '.join(usual_settings(tune.optimizer))}"
     with refusing(f"optimizer_config {tune.optimizer} {settings}", remedy):
-        made, tried = (getattr(optim, kind)(learning_rate=rate, **settings) for _ in range(2))
+        made, tried = (make(learning_rate=rate, **settings) for _ in range(2))
         mx.eval(tried.apply_gradients({"tried": mx.ones((2, 2))}, {"tried": mx.ones((2, 2))}))
-    return cast(optim.Optimizer, made)
+    if isinstance(made, LayerwiseOptimizer):
+        made.share(parts)
+    return made
 
 
 def usual_settings(name: str) -> dict[str, Any]:
     """Return the settings that an optimizer of ``OPTIMIZERS`` has where none are given."""
-    parameters = signature(getattr(optim, OPTIMIZERS[name].class_name)).parameters
+    parameters = signature(_class_of(name)).parameters
     return {
         each: parameter.default
         for each, parameter in parameters.items()
         if parameter.default is not Parameter.empty and each != "learning_rate"
     }
+
+
+def _class_of(name: str) -> Callable[..., optim.Optimizer]:
+    """Return the class of an optimizer of ``OPTIMIZERS``: ours, or that of MLX."""
+    kind = OPTIMIZERS[name].class_name
+    ours = {"LARS": LARS, "LAMB": LAMB}
+    return ours.get(kind) or cast(Callable[..., optim.Optimizer], getattr(optim, kind))
 
 
 @dataclass(eq=False)

@@ -225,7 +225,7 @@ class TrainWorker(ModelWorker):
             reporter=reporter,
             model_path=self.opened.path,
             engine=engine,
-            optimizer=build_optimizer(tune),
+            optimizer=build_optimizer(tune, loading.parts(self.transport.rank)),
             resumption=resumption,
             sharing=sharing,
             name=name,

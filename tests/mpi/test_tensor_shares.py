@@ -97,12 +97,18 @@ def train(
     return output
 
 
+LARGE_EPS = {"optimizer_config": {"lamb": {"eps": 1e-3}}}
+"""Adam's step of a gradient that is 0 but for rounding has the sign of the rounding."""
+
+
 @pytest.mark.parametrize(
     ("options", "ranks", "how"),
     [
         ({"lora_parameters": DROPPED}, 2, ()),
         ({"fine_tune_type": "full"}, 4, ("--pipeline-stages", "2", "--recompute", "full")),
         ({"fine_tune_type": "dora"}, 4, ("--data-parallel", "2")),
+        ({"fine_tune_type": "full", "optimizer": "lars", "learning_rate": 10.0}, 2, ()),
+        ({"fine_tune_type": "full", "optimizer": "lamb", **LARGE_EPS}, 2, ()),
     ],
 )
 def test_training_is_that_of_one_process(

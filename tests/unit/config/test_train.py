@@ -414,7 +414,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--num-layers 0", "-1 to train all"),
         ("--recompute selective --grad-checkpoint", "leave one out"),
         ("--epochs 2 --iters 5", "leave one out"),
-        ("--optimizer adamm", "adam, adamw, muon, sgd, adafactor"),
+        ("--optimizer adamm", "adam, adamw, muon, sgd, adafactor, lars, lamb"),
         ("--schedule 2f2b", "auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"),
         ("--zero 2", "0, 1, 3"),
         ("--seed 4294967296", "4294967295 or less"),

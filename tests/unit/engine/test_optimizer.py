@@ -28,6 +28,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "muon": {},
     "sgd": {"momentum": 0.9, "nesterov": True, "dampening": 0.0},
     "adafactor": {"scale_parameter": False, "relative_step": False},
+    "lars": {"trust_coefficient": 0.01},
+    "lamb": {"weight_decay": 0.1},
 }
 COSINE = {"name": "cosine_decay", "arguments": [1e-2, 10], "warmup": 3}
 
