@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
+from shardmlx.engine.token_losses import TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
 
 PAD_TO = 32
@@ -102,7 +103,9 @@ class MicroBatch:
     Some of the rows are padded to one of the ``widths``. With ``places`` the micro-batch is packed:
     one row, which holds only these positions, one after the other. ``known`` (rows, KNOWN) is what
     an objective of preferences knows of the rows; ``swapped``, of a global batch of KTO, are the
-    same prompts with the answer of the row before.
+    same prompts with the answer of the row before. With ``terms`` the loss is one of tokens, whose
+    targets are not the tokens after the inputs; the positions that count, row after row, are those
+    of the terms.
     """
 
     tokens: np.ndarray
@@ -112,6 +115,7 @@ class MicroBatch:
     widths: Sequence[int] = ()
     known: np.ndarray | None = None
     swapped: MicroBatch | None = None
+    terms: TokenTerms | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -27,9 +27,11 @@ a limit, and its message names rank, host, stage, action and peer.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -54,7 +56,7 @@ from shardmlx.engine.gradient_reducer import GradientReducer
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line
-from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.actions import Action, Grid, Kind
 from shardmlx.pipeline.plan import Plan
 
 MAX_STAGES = 1024
@@ -79,7 +81,7 @@ class Step:
 class _Run:
     """A list of actions in progress: posted receives, messages there, messages under way.
 
-    The actions number the micro-batches of all ``steps``, which have equally many, in a row.
+    The actions number the micro-batches of all ``steps`` in a row.
     """
 
     steps: Sequence[Step]
@@ -89,16 +91,37 @@ class _Run:
     arrays: dict[Action, mx.array] = field(default_factory=dict)
     outbox: list[tuple[Action, Handle]] = field(default_factory=list)
     results: Results = field(default_factory=dict)
+    _ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ends = list(accumulate(len(step.microbatches) for step in self.steps))
 
     @property
     def size(self) -> int:
-        """Number of micro-batches of each step."""
-        return len(self.steps[0].microbatches)
+        """Number of micro-batches of all steps together."""
+        return self._ends[-1]
 
     def step_of(self, action: Action) -> tuple[Step, MicroBatch]:
         """Return the step of an action, and its micro-batch."""
-        number, j = divmod(action.microbatch, self.size)
+        number, j = self._place(action.microbatch)
         return self.steps[number], self.steps[number].microbatches[j]
+
+    def ends_step(self, action: Action) -> bool:
+        """Return whether the action is of the last micro-batch of a step."""
+        return action.microbatch + 1 in self._ends
+
+    def results_of_steps(self) -> list[Results]:
+        """Return the results of each step, by the numbers of its own micro-batches."""
+        found: list[Results] = [{} for _ in self.steps]
+        for number, result in self.results.items():
+            step, j = self._place(number)
+            found[step][j] = result
+        return found
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the step of a micro-batch, and its number there."""
+        step = bisect_right(self._ends, number)
+        return step, number - (self._ends[step - 1] if step else 0)
 
 
 class Engine:
@@ -162,20 +185,14 @@ class Engine:
         return results
 
     def train_steps(self, steps: Sequence[Step]) -> list[Results]:
-        """Make a step of each of several engines that differ only in what they train, this one the
-        first: micro-batches of one fill the bubble of another.
+        """Make steps of several engines that differ only in what they train, this one the first:
+        micro-batches of one fill the bubble of another.
 
         Returns the results of each, as ``train_step``. This engine records all events.
         """
-        actions = self.plan.actions_of(self.replica, len(steps))[self.pipeline_rank]
         run = _Run(steps, train=True)
-        self._runs = max(step.engine._runs for step in steps)
-        self._run(actions, run)
-        for step in steps:
-            step.engine._runs = self._runs  # so that no two messages have one name
-        found: list[Results] = [{} for _ in steps]
-        for j, result in run.results.items():
-            found[j // run.size][j % run.size] = result
+        if run.size:
+            self._run_together(self.plan.grid(run.size), run)
         for number, step in enumerate(steps):
             if step.reduce or step.engine.shards.weights is not None:
                 reducer = step.engine.reducer
@@ -185,14 +202,43 @@ class Engine:
                     losses_named(self.transport, self._sharing, reducer.doing),
                 ):
                     reducer.finish(ends_update=step.reduce)
-        return found
+        return run.results_of_steps()
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
         """Run forward only, and return the results like ``train_step``."""
-        grid = self.plan.forwards(len(microbatches))
-        run = _Run([Step(self, microbatches)], train=False)
+        (results,) = self.evaluate_steps([Step(self, microbatches)])
+        return results
+
+    def evaluate_steps(self, steps: Sequence[Step]) -> list[Results]:
+        """Run forward only, like ``train_steps``."""
+        run = _Run(steps, train=False)
+        if run.size:
+            self._run_together(self.plan.forwards(run.size), run)
+        return run.results_of_steps()
+
+    def _run_together(self, grid: Grid, run: _Run) -> None:
+        """Run this rank's actions of the steps of several engines."""
+        self._runs = max(step.engine._runs for step in run.steps)
         self._run(grid[self.pipeline_rank], run)
-        return run.results
+        for step in run.steps:
+            step.engine._runs = self._runs  # so that no two messages have one name
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of steps that did not reduce, as the last step of an update would:
+        zeros where this replica has none. All ranks must call it."""
+        for stage in self.stages.values():
+            for name in stage.names:
+                if name not in stage.gradients:
+                    stage.gradients[name] = mx.zeros(stage.part[name].shape)
+            mx.eval(stage.gradients)
+            for part in self.reducer.parts(stage):
+                self.reducer.start(stage, part)
+        self._runs += 1
+        with (
+            self.recorder.span(Span.REDUCE, "sum over replicas", (self._runs, -1)),
+            losses_named(self.transport, self._sharing, self.reducer.doing),
+        ):
+            self.reducer.finish()
 
     def gradient_norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm after a step that reduced; the same on all ranks.
@@ -285,8 +331,7 @@ class Engine:
     def _backward_weight(self, action: Action, run: _Run) -> None:
         step, j = run.step_of(action)[0], action.microbatch
         stage, reducer = step.engine.stages[action.stage], step.engine.reducer
-        ends_step = (j + 1) % run.size == 0
-        reduces = stage.reduces_each or (step.reduce and ends_step)
+        reduces = stage.reduces_each or (step.reduce and run.ends_step(action))
         parts = reducer.parts(stage) if reduces else [stage.names]
         with self.recorder.span(Span.COMPUTE, str(action)):
             # Each bucket starts on its way while the next one computes.

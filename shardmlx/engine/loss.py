@@ -54,25 +54,26 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
 
 
 class _Chunk(NamedTuple):
-    """Positions that count: their states (n, D), their target tokens (n,), and weights (n,), which
-    are 0 for padding."""
+    """Some positions: their states (n, D), their target tokens (n,) or (n, K), and ``factors`` of
+    the same shape, which are the gradient of the batch's loss for the targets' own losses."""
 
     states: mx.array
     targets: mx.array
-    counts: mx.array
+    factors: mx.array
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInput:
     """Normed states (rows, T, D) of a micro-batch. ``scale`` is the gradient of the loss of the
-    whole batch for one token's loss, or for that of one pair; ``key`` seeds dropout. ``weights``
-    are factors of the tokens' losses, by answer."""
+    whole batch for one token's loss, or for that of one pair; ``key`` seeds dropout. ``factors``
+    are the gradient of the batch's loss for the loss of each target that counts; None until all of
+    them are known."""
 
     states: mx.array
     microbatch: MicroBatch
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
-    weights: np.ndarray | None = None
+    factors: np.ndarray | None = None
 
 
 class Head:
@@ -80,7 +81,8 @@ class Head:
 
     A piece takes at most ``loss_chunk`` x V x (bytes of a logit + 8). Each piece is evaluated
     before the next begins, because MLX allocates arrays well ahead of computing them. The result is
-    the summed loss; with an ``objective`` of preferences, the log-probability of each answer.
+    the summed loss; with an ``objective`` of preferences, the log-probability of each answer; with
+    a loss of tokens, that of each target.
     """
 
     def __init__(
@@ -100,57 +102,104 @@ class Head:
         """Return False if one piece would do, unless only tokens that count are to be computed: all
         logits are then held, to the bit as in mlx-lm."""
         rows, length = microbatch.shape
-        return self._objective is not None or self._savings.takes_loss_in_pieces(rows * length)
+        if self._objective is not None or microbatch.terms is not None:
+            return True
+        return self._savings.takes_loss_in_pieces(rows * length)
 
     def result(self, given: HeadInput) -> mx.array:
         """Compute the result, in float32."""
-        sums = self._new_sums(given)
-        for piece, answers, how in self._pieces(given):
-            scores = self._logits(piece.states, **how)
-            losses, _ = losses_and_slopes(scores, piece.targets, piece.counts)
-            sums = _added(sums, losses, answers)
-            mx.eval(sums)
-        return sums if self._objective is None else -sums
+        losses = []
+        for piece, how in self._pieces(given, self._first_factors(given)):
+            of_piece, _ = losses_and_slopes(
+                self._logits(piece.states, **how), piece.targets, piece.factors
+            )
+            mx.eval(of_piece)
+            losses.append(of_piece)
+        return self._result(losses, given.microbatch)
 
     def result_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array, HeadInput]:
         """Compute the result, the gradient of the batch's loss for the states, and the input of
         ``add_gradients``."""
-        sums, gradients = self._new_sums(given), []
-        scale = mx.array(given.scale if self._objective is None else 1.0)
+        losses = []
+        gradients = []
+        factors = self._first_factors(given)
         weights = self._weights
-        for piece, answers, how in self._pieces(given):
-            losses, gradient = self._loss_of(piece, scale, weights, **how)
-            sums = _added(sums, losses, answers)
-            mx.eval(sums, gradient)
+        for piece, how in self._pieces(given, factors):
+            of_piece, gradient = self._loss_of(piece, weights, **how)
+            mx.eval(of_piece, gradient)
+            losses.append(of_piece)
             gradients.append(gradient)
+        result = self._result(losses, given.microbatch)
         rows, length, width = given.states.shape
         numbers = _numbers(given.microbatch)
         counted = mx.concatenate(gradients)[: len(numbers)]
-        if self._objective is not None:
-            # The gradient of a token's loss is known before the whole answer's log-probability, on
-            # which its factor depends.
-            sums = -sums
-            of_answers = -given.scale * self._objective.slopes(sums, given.microbatch)
-            given = replace(given, scale=1.0, weights=of_answers)
-            answers = given.microbatch.answer_of.reshape(-1)[numbers]
-            factors = of_answers[answers].astype(np.float32)
+        later = self._later_factors(result, given)
+        if later is not None:
+            factors = later
             # In float32: float16 has no room for the scale of the loss alone.
-            counted = (counted * mx.array(factors)[:, None]).astype(counted.dtype)
+            counted = (counted * mx.array(later)[:, None]).astype(counted.dtype)
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
-        return sums, whole.add(counted).reshape(rows, length, width), given
+        gradient = whole.add(counted).reshape(rows, length, width)
+        return result, gradient, replace(given, factors=factors)
 
-    def _new_sums(self, given: HeadInput) -> mx.array:
+    def _first_factors(self, given: HeadInput) -> np.ndarray:
+        """Return the factors of the counted targets as far as they are known before their losses:
+        1 where they are not known."""
+        microbatch = given.microbatch
+        if microbatch.terms is not None:
+            known = microbatch.terms.loss.known_slopes(microbatch.terms)
+            if known is not None:
+                return (-given.scale * known).astype(np.float32)
+            return np.ones(len(microbatch.terms.targets), np.float32)
+        scale = given.scale if self._objective is None else 1.0
+        return np.float32(scale) * _is_counted(microbatch)
+
+    def _later_factors(self, result: mx.array, given: HeadInput) -> np.ndarray | None:
+        """Return the factors that depend on the result: the gradient of a token's loss is known
+        before the log-probabilities of the whole row, on which its factor depends."""
+        microbatch = given.microbatch
+        if (terms := microbatch.terms) is not None:
+            if terms.loss.known_slopes(terms) is not None:
+                return None
+            later: np.ndarray = np.float32(-given.scale) * terms.loss.slopes(
+                np.array(result), terms
+            )
+            return later
         if self._objective is None:
-            return mx.array(0.0)
-        return mx.zeros((len(given.microbatch.row_numbers),))
+            return None
+        of_answers = -given.scale * self._objective.slopes(result, microbatch)
+        of_positions: np.ndarray = of_answers[_answers(microbatch)] * _is_counted(microbatch)
+        return of_positions.astype(np.float32)
+
+    def _result(self, losses: list[mx.array], microbatch: MicroBatch) -> mx.array:
+        """Return the result of the losses of all pieces: of the counted targets, and padding."""
+        if microbatch.terms is not None:
+            return -mx.concatenate(losses)[: len(microbatch.terms.targets)]
+        counted = _is_counted(microbatch)
+        answers = _answers(microbatch)
+        sums = mx.array(0.0)
+        if self._objective is not None:
+            sums = mx.zeros((len(microbatch.row_numbers),))
+        start = 0
+        for of_piece in losses:
+            stop = start + len(of_piece)
+            mine = of_piece[: len(counted) - start] * mx.array(counted[start:stop])
+            if self._objective is None:
+                sums = sums + mine.sum()
+            else:
+                sums = sums.at[mx.array(answers[start:stop])].add(mine)
+            start = stop
+        mx.eval(sums)
+        return sums if self._objective is None else -sums
 
     def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
         if not self.names:
             return
-        scale, weights = mx.array(given.scale), self._weights
-        for piece, _, how in self._pieces(given):
-            gradients = self._gradients_of(piece, scale, weights, **how)
+        factors = self._first_factors(given) if given.factors is None else given.factors
+        weights = self._weights
+        for piece, how in self._pieces(given, factors):
+            gradients = self._gradients_of(piece, weights, **how)
             for name in reversed(self.names):
                 gradient = gradients.pop()
                 sums[name] = sums[name] + gradient if name in sums else gradient
@@ -162,29 +211,28 @@ class Head:
         return [self._part[name] for name in self.names]
 
     def _pieces(
-        self, given: HeadInput
-    ) -> Iterator[tuple[_Chunk, np.ndarray | None, dict[str, Any]]]:
-        """Yield pieces, each with its positions' answers if there is an objective of preferences,
-        and the arguments of its dropout."""
-        microbatch, counted = given.microbatch, _numbers(given.microbatch)
-        numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
-        is_counted = np.arange(len(numbers)) < len(counted)
-        counts = (microbatch.counts.reshape(-1)[numbers] & is_counted).astype(np.float32)
-        answers = None
-        if self._objective is not None:
-            answers = microbatch.answer_of.reshape(-1)[numbers]
-            if given.weights is not None:
-                counts *= given.weights[answers]
-        targets = microbatch.targets.reshape(-1)[numbers]
+        self, given: HeadInput, factors: np.ndarray
+    ) -> Iterator[tuple[_Chunk, dict[str, Any]]]:
+        """Yield the counted positions in pieces, with the ``factors`` of their targets, each with
+        the arguments of its dropout."""
+        microbatch = given.microbatch
+        numbers = _numbers(microbatch)
+        if microbatch.terms is None:
+            targets = microbatch.targets.reshape(-1)[numbers]
+        else:
+            targets = microbatch.terms.targets
+        if padding := -len(numbers) % self._multiple_of:
+            numbers = np.pad(numbers, (0, padding))
+            targets = np.pad(targets, ((0, padding), *[(0, 0)] * (targets.ndim - 1)))
+            factors = np.pad(factors, ((0, padding), *[(0, 0)] * (factors.ndim - 1)))
         states = given.states.flatten(0, 1)
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
         for start in range(0, len(numbers), size):
             mine = slice(start, start + size)
             piece = _Chunk(
-                states[mx.array(numbers[mine])], mx.array(targets[mine]), mx.array(counts[mine])
+                states[mx.array(numbers[mine])], mx.array(targets[mine]), mx.array(factors[mine])
             )
-            own = None if answers is None else answers[mine]
-            yield piece, own, self._how(given, numbers[mine])
+            yield piece, self._how(given, numbers[mine])
 
     def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
         if not self._part.drops:
@@ -200,7 +248,7 @@ class Head:
         return self._part.logits(states[None], **how)[0]
 
     def _graph(
-        self, how: Mapping[str, Any], chunk: _Chunk, scale: mx.array, weights: Sequence[mx.array]
+        self, how: Mapping[str, Any], chunk: _Chunk, weights: Sequence[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
         """Return a chunk's losses, and the gradients for its states and ``weights``: lazy."""
 
@@ -211,7 +259,7 @@ class Head:
 
         primals = [chunk.states, *weights]
         scores = run(*primals)
-        losses, slopes = losses_and_slopes(scores, chunk.targets, chunk.counts, scale)
+        losses, slopes = losses_and_slopes(scores, chunk.targets, chunk.factors)
         _, gradients = mx.vjp(run, primals, [slopes.astype(scores.dtype)])
         return losses, gradients
 
@@ -232,30 +280,41 @@ def _numbers(microbatch: MicroBatch) -> np.ndarray:
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
-def _added(sums: mx.array, losses: mx.array, answers: np.ndarray | None) -> mx.array:
-    """Add the losses of positions, in all, or each to the sum of its answer."""
-    return sums + losses.sum() if answers is None else sums.at[mx.array(answers)].add(losses)
+def _is_counted(microbatch: MicroBatch) -> np.ndarray:
+    """Return 1 for each of these positions that counts, which the first of none does not."""
+    counted: np.ndarray = microbatch.counts.reshape(-1)[_numbers(microbatch)]
+    return counted.astype(np.float32)
+
+
+def _answers(microbatch: MicroBatch) -> np.ndarray:
+    """Return the answer of each of these positions."""
+    answers: np.ndarray = microbatch.answer_of.reshape(-1)[_numbers(microbatch)]
+    return answers
 
 
 def losses_and_slopes(
-    logits: mx.array, targets: mx.array, counts: mx.array, scale: mx.array | float = 1.0
+    logits: mx.array, targets: mx.array, factors: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the losses (n,) of logits (n, V), and ``scale`` times their sum's gradient for them:
-    softmax less 1 at the target; both float32."""
+    """Return the losses of targets (n,) or (n, K) for logits (n, V), and the gradient of their sum,
+    each times its factor, for the logits: both float32."""
     losses, weights, sums = _losses_and_softmax(logits.astype(mx.float32), targets)
-    return losses * counts, _slopes(weights, sums, targets, counts * scale)
+    return losses, _slopes(weights, sums, targets, factors)
 
 
 def _losses_and_softmax(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the loss of each row of logits (n, V), and dividend and divisor of its softmax."""
+    """Return the loss of each target (n,) or (n, K) for logits (n, V), and dividend and divisor of
+    the softmax of each row."""
     most = logits.max(axis=-1, keepdims=True)
-    at_target = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    at_targets = mx.take_along_axis(logits, targets.reshape(len(logits), -1), axis=-1)
     weights = exponential(logits - most)
     sums = weights.sum(axis=-1, keepdims=True)
-    return (most + mx.log(sums) - at_target)[:, 0], weights, sums
+    return (most + mx.log(sums) - at_targets).reshape(targets.shape), weights, sums
 
 
-def _slopes(weights: mx.array, sums: mx.array, targets: mx.array, scales: mx.array) -> mx.array:
-    """Return ``scales`` times the gradient of each row's loss: softmax less 1 at the target."""
-    slopes = weights * (scales[:, None] / sums)
-    return slopes.at[mx.arange(len(targets)), targets].subtract(scales)
+def _slopes(weights: mx.array, sums: mx.array, targets: mx.array, factors: mx.array) -> mx.array:
+    """Return the gradient of each row's losses times their factors: the factors' sum times softmax,
+    less each factor at its target."""
+    rows = len(weights)
+    factors = factors.reshape(rows, -1)
+    slopes = weights * (factors.sum(axis=-1, keepdims=True) / sums)
+    return slopes.at[mx.arange(rows)[:, None], targets.reshape(rows, -1)].subtract(factors)

@@ -105,11 +105,6 @@ class Plan:
             runs=1,
         )
 
-    def actions_of(self, replica: int, runs: int | None = None) -> Grid:
-        """Return the lowered actions of one training step of a replica, by pipeline rank: of all
-        runs, or of so many."""
-        return self.grid((runs or self.runs) * self.microbatches_of(replica))
-
     def forwards(self, microbatches: int) -> Grid:
         """Return the lowered actions of a training step that evaluation takes, too."""
         return tuple(

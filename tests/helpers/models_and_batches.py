@@ -30,8 +30,8 @@ from shardmlx.pipeline.stage_map import StageMap
 from testbed.tiny_models import VOCABULARY, build, save_model_directory, tiny_config
 
 Gradients = dict[str, np.ndarray]
-Result = tuple[list[float], Gradients]
-"""The summed loss of each micro-batch, and gradients by name."""
+Result = tuple[list[Any], Gradients]
+"""The summed loss of each micro-batch, or log-probabilities, and gradients by name."""
 
 
 def tiny_model(
@@ -225,13 +225,13 @@ def through_stages(
     scale = scale_of(microbatches) if scale is None else scale
     slices = [Slice(model, start, stop) for start, stop in ranges]
     stages = build_stages(slices, savings=savings)
-    losses = []
+    losses: list[Any] = []
     for j, microbatch in enumerate(microbatches):
         out = None
         for stage in stages:
             out = stage.forward(j, microbatch, out, scale=scale, key=key)
         assert out is not None
-        losses.append(float(np.array(out)))
+        losses.append(out.item() if out.ndim == 0 else np.array(out))
         gradient = None
         for stage in reversed(stages):
             if gradient is not None:
