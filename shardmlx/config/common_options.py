@@ -97,6 +97,10 @@ tensor_shares = partial(
     unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
 )
 
+json = partial(
+    option, None, "file for all of it as JSON; -: stdout, without the text", metavar="FILE"
+)
+
 expert_parallel = partial(
     option, False, "ranks of --tensor-parallel have whole experts of a mixture, not columns"
 )

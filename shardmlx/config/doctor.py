@@ -19,7 +19,7 @@ _ssh = in_group(_SSH)
 class DoctorConfig(Options):
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
-    json: str | None = _output(None, "file for all that ranks have found, as JSON", metavar="FILE")
+    json: str | None = common.json(group="output")
     write_hostfile: str | None = _output(
         None, "hostfile to write, with what was measured, for shardmlx plan", metavar="FILE"
     )
@@ -57,7 +57,6 @@ class DoctorConfig(Options):
             "self_test", "computes on the hosts", "leave out --ssh", when=known and self.self_test
         )
         refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=known and written)
-        refuse("json", "is what ranks find", "leave it out", when=self.by_ssh and self.json)
         unused = program is not None and not self.by_ssh
         refuse("ssh_command", f"is {program!r}", "it is for --ssh and --find", when=unused)
 

@@ -319,7 +319,10 @@ class EvaluateConfig(InferenceConfig):
     )
     max_seq_length: int = common.max_seq_length(group=_EVALUATED)
     mask_prompt: bool = _evaluated(False, "leave prompts out of the perplexity")
-    output: str | None = _evaluated(None, "JSON file for the results", metavar="FILE", unset="none")
+    output: str | None = _evaluated(
+        None, "JSON file for the results alone", metavar="FILE", unset="none"
+    )
+    json: str | None = common.json(group=_EVALUATED)
 
     @property
     def wanted_data(self) -> WantedData:
@@ -351,7 +354,7 @@ EVALUATE = CommandLine(
     groups=(MODEL, _EVALUATED),
     shown=(
         *("model", "adapter_path", "config", "hostfile", "batch_size", "data", "tasks"),
-        *("num_shots", "limit", "max_seq_length", "mask_prompt", "output"),
+        *("num_shots", "limit", "max_seq_length", "mask_prompt", "output", "json"),
     ),
     refused=_REFUSED_EVALUATE,
     check=EvaluateConfig.check_together,

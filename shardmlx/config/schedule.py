@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmlx.common.json_output import JsonOutput
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
 from shardmlx.config.options import REQUIRED, Options, in_group
 from shardmlx.errors import UserError
+from shardmlx.pipeline.actions import Grid
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.lowering import lower, validate
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
@@ -40,6 +43,7 @@ class ScheduleOptions(Options):
         "actions: compute only; timeline: drawn in time; lowered: with messages",
         choices=PRINTED,
     )
+    json: str | None = common.json(group="output")
 
 
 LINE = CommandLine(
@@ -62,15 +66,39 @@ def run(words: Sequence[str]) -> int:
     placement = schedule.placement(pp, virtual)
     lowered = lower(grid, placement)
     validate(lowered, placement)
-    simulation = simulate(grid, placement, _costs(options.costs))
-    if options.print == "summary":
-        print(_summary(simulation))
-    elif options.print == "timeline":
-        print(timeline(simulation))
-    else:
-        for rank, actions in enumerate(lowered if options.print == "lowered" else grid):
-            print(" ".join([f"r{rank}", *map(str, actions)]))
+    costs = _costs(options.costs)
+    simulation = simulate(grid, placement, costs)
+    with JsonOutput(options.json, LINE.command) as output:
+        if options.print == "summary":
+            print(_summary(simulation))
+        elif options.print == "timeline":
+            print(timeline(simulation))
+        else:
+            for rank, actions in enumerate(lowered if options.print == "lowered" else grid):
+                print(" ".join([f"r{rank}", *map(str, actions)]))
+        found = {
+            "schedule": schedule.name,
+            "pipeline_stages": pp,
+            "micro_batches": microbatches,
+            "virtual_stages": virtual,
+            "placement": placement,
+            "costs": costs,
+            "actions": _names(grid),
+            "lowered": _names(lowered),
+            "makespan": simulation.makespan,
+            "bubble": simulation.bubble,
+            "bubbles": simulation.bubbles,
+            "busy": simulation.busy,
+            "exposed": simulation.exposed,
+            "peak_in_flight": simulation.peak_in_flight,
+            "spans": simulation.written_spans,
+        }
+        output.write(found)
     return 0
+
+
+def _names(grid: Grid) -> list[list[str]]:
+    return [[str(action) for action in actions] for actions in grid]
 
 
 def _costs(text: str) -> Costs:

@@ -12,8 +12,9 @@ from typing import Any
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
+from shardmlx.common.json_output import JsonOutput
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.inference import EvaluateConfig
+from shardmlx.config.inference import EVALUATE, EvaluateConfig
 from shardmlx.distributed.crew import Crew, lead, together
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
@@ -24,7 +25,7 @@ from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
-from shardmlx.inference.setup import prepare, report_memory
+from shardmlx.inference.setup import RankMemory, prepare, report_memory
 from shardmlx.inference.worker import InferenceWorker
 from shardmlx.training.datasets import read_data
 
@@ -54,7 +55,22 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
 
 
 def _evaluate(config: EvaluateConfig, blas: Blas, crew: Crew[EvaluationWorker]) -> None:
-    """Evaluate, on rank 0."""
+    """Evaluate, on rank 0, and write JSON if it is asked for."""
+    with JsonOutput(config.json, EVALUATE.command) as output:
+        results, ranks = _evaluated(config, blas, crew)
+        asked = {
+            "model": config.source.model,
+            "adapter_path": config.adapter_path,
+            "data": config.data,
+            "tasks": config.tasks,
+        }
+        output.write({**asked, "results": results, "ranks": ranks})
+
+
+def _evaluated(
+    config: EvaluateConfig, blas: Blas, crew: Crew[EvaluationWorker]
+) -> tuple[Mapping[str, Any], list[RankMemory]]:
+    """Return the results, and the memory of each rank, once they are printed."""
     reporter = crew.worker.reporter
     reporter.say(str(blas))
     texts: list[Sample] = []
@@ -76,7 +92,7 @@ def _evaluate(config: EvaluateConfig, blas: Blas, crew: Crew[EvaluationWorker]) 
     if config.output is not None:
         with file_access("write", config.output):
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
-    report_memory(crew)
+    return results, report_memory(crew)
 
 
 def read_texts(

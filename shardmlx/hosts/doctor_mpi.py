@@ -17,8 +17,9 @@ import mlx.core as mx
 from shardmlx.common.environment import INSTALL_OPENBLAS, Blas, tell_launch
 from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
+from shardmlx.common.json_output import JsonOutput
 from shardmlx.common.reporter import check_writable
-from shardmlx.config.doctor import DoctorConfig
+from shardmlx.config.doctor import LINE, DoctorConfig
 from shardmlx.distributed.crew import Crew, lead, together
 from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
@@ -70,9 +71,11 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
 def _examine(config: DoctorConfig, crew: Crew[DoctorWorker]) -> None:
     """Examine, show and write. On rank 0."""
     known = _machines(config)
+    output = JsonOutput(config.json, LINE.command)
     crew.all(DoctorWorker.use_device, config.device)
     examination = examine(crew, config.seconds, self_test=config.self_test)
-    count = _report(config, examination, known)
+    with output:
+        count = _report(config, examination, known, output)
     if any(link.speed is None for link in examination.links):
         # In MPI_Finalize all ranks would connect, and crash if two cannot.
         progress("not all hosts can connect, so that the job ends with MPI_ABORT")
@@ -273,18 +276,19 @@ def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
 
 
 def _machines(config: DoctorConfig) -> tuple[Machine, ...]:
-    """Return the machines of the hostfile, once it is known that all files can be written."""
-    for flag, path in (("--json", config.json), ("--write-hostfile", config.write_hostfile)):
-        if path is not None:
-            check_writable(Path(path), flag)
+    """Return the machines of the hostfile, once it is known that one can be written."""
+    if config.write_hostfile is not None:
+        check_writable(Path(config.write_hostfile), "--write-hostfile")
     return () if config.hostfile is None else read_hostfile(config.hostfile)
 
 
-def _report(config: DoctorConfig, examination: Examination, known: Sequence[Machine]) -> int:
+def _report(
+    config: DoctorConfig, examination: Examination, known: Sequence[Machine], output: JsonOutput
+) -> int:
+    """Show and write what is found; return the number of warnings."""
     findings = examination.findings()
     print(text(examination, findings), flush=True)
-    if config.json is not None:
-        write(config.json, as_json(examination, findings))
+    output.write(as_json(examination, findings))
     if config.write_hostfile is not None:
         hostfile = hostfile_text(machines_of(examination, known), datetime.date.today().isoformat())
         write(config.write_hostfile, hostfile)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import shardmlx
 from shardmlx.common.formatting import columns, gibibytes
+from shardmlx.common.json_output import plain
 from shardmlx.common.units import GIB, MIB
 from shardmlx.errors import file_access
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
@@ -53,15 +51,13 @@ def warnings(findings: Sequence[Finding]) -> str:
     return "\n".join(f"warning: {each}" for each in findings) or "nothing to warn of"
 
 
-def as_json(examination: Examination, findings: Sequence[Finding]) -> str:
-    """Return all findings as JSON; unknown values are null."""
-    content = {
-        "shardmlx": shardmlx.__version__,
-        "hosts": [{**asdict(host), "versions": host.versions} for host in examination.hosts],
-        "links": [asdict(link) for link in examination.links],
-        "warnings": [asdict(each) for each in findings],
+def as_json(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return all that ranks have found; unknown values are None."""
+    return {
+        "hosts": [{**plain(host), "versions": host.versions} for host in examination.hosts],
+        "links": examination.links,
+        "warnings": findings,
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def host_table(

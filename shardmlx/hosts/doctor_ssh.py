@@ -17,6 +17,7 @@ from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
+from shardmlx.common.json_output import JsonOutput
 from shardmlx.config.doctor import LINE
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
@@ -100,16 +101,42 @@ def run(words: Sequence[str]) -> int | None:
 
 def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
+    output = JsonOutput(options.json, LINE.command)
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
     mpirun, findings = _own_mpirun(options.python)
     remote = RemoteLogin.of(options.ssh_command, options.python, mpirun)
     asked, faults = probe_hosts(hosts, remote, found=options.find)
     findings += faults
-    print(report_text(asked, findings, mpirun, options.python), flush=True)
-    if options.write_hostfile is not None:
-        write(options.write_hostfile, _hostfile(asked))
+    with output:
+        print(report_text(asked, findings, mpirun, options.python), flush=True)
+        found = {"mpirun": mpirun, "python": options.python}
+        output.write(found | as_json(asked, findings))
+        if options.write_hostfile is not None:
+            write(options.write_hostfile, _hostfile(asked))
     return 1 if options.strict and findings else 0
+
+
+def as_json(hosts: Sequence[ProbedHost], findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return all that hosts have told; unknown values are None."""
+    return {
+        "hosts": [
+            {
+                "name": host.name,
+                "login": host.login,
+                "port": host.port,
+                "is_local": host.is_local,
+                "address": host.reached,
+                "answers": host.facts is not None,
+                "versions": host.versions,
+                "facts": host.machine,
+                "over": host.link,
+                "connection_errors": host.errors,
+            }
+            for host in hosts
+        ],
+        "warnings": findings,
+    }
 
 
 def _own_mpirun(python: str) -> tuple[Path, list[Finding]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.formatting import plural
+from shardmlx.common.json_output import STDOUT
 from shardmlx.common.passed_stdin import DASH
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
@@ -87,7 +88,8 @@ class LaunchOptions:
 
     ``timeout`` is the command's, in seconds. ``checkpoints``, ``config_file`` and the names of the
     options ``in_file`` are those of ``train``; ``chose_directory`` is True if launch lets it save
-    checkpoints, and the user did not say where.
+    checkpoints, and the user did not say where. A command that ``prints_json`` needs stdout for
+    itself.
     """
 
     flags: LaunchFlags
@@ -101,6 +103,7 @@ class LaunchOptions:
     config_file: str | None = None
     in_file: Collection[str] = ()
     chose_directory: bool = False
+    prints_json: bool = False
     max_restarts: int = 0
 
     @property
@@ -162,6 +165,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         config_file=read.config if trains else None,
         in_file=given.file.keys(),
         chose_directory=chose_directory,
+        prints_json=getattr(read, "json", None) == STDOUT,
         max_restarts=restarts,
     )
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,12 @@ def run(words: Sequence[str]) -> int:
     options = read_options(words)
     find_home()
     outlive_readers()
+    with redirect_stdout(sys.stderr) if options.prints_json else nullcontext():
+        return _run(options)
+
+
+def _run(options: LaunchOptions) -> int:
+    """Start the job; what this process says itself goes to ``sys.stdout``."""
     if options.control.reads_stdin:
         pass_stdin_on(whole=options.command == "generate")
     supervisor = Supervisor(options.control)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -169,26 +169,46 @@ def typical_load(
     return GenerationLoad(sequences, prompt, answer, context, capacity, keeps_prefixes)
 
 
-def report_memory(crew: Crew[InferenceWorker]) -> None:
-    """Print a table of the layers and the memory of each rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The layers of a rank, from ``layers[0]`` to before ``layers[1]``, and the bytes it held."""
+
+    host: str
+    layers: tuple[int, int]
+    weights_bytes: int
+    peak_memory_bytes: int
+    predicted_bytes: float
+
+
+def report_memory(crew: Crew[InferenceWorker]) -> list[RankMemory]:
+    """Print a table of the layers and the memory of each rank; return what it shows."""
     run, reporter, hosts = crew.worker.run, crew.worker.reporter, crew.transport.hosts
     everyone = crew.all(InferenceWorker.memory)
     peaks = [peak for _, peak in everyone]
     reporter.say(f"Peak memory: {gibibytes(max(peaks))}")
-    rows = []
-    for rank, (weights, peak) in enumerate(everyone):
-        predicted = run.limits[rank].planned.peak
-        rows.append(
-            (
-                str(rank),
-                hosts[rank],
-                numbers_of(*run.plan.ranges[rank]),
-                gibibytes(weights),
-                gibibytes(peak),
-                gibibytes(predicted),
-                percent(peak, predicted),
-            )
+    ranks = [
+        RankMemory(
+            host=hosts[rank],
+            layers=run.plan.ranges[rank],
+            weights_bytes=weights,
+            peak_memory_bytes=peak,
+            predicted_bytes=run.limits[rank].planned.peak,
         )
+        for rank, (weights, peak) in enumerate(everyone)
+    ]
+    rows = [
+        (
+            str(rank),
+            each.host,
+            numbers_of(*each.layers),
+            gibibytes(each.weights_bytes),
+            gibibytes(each.peak_memory_bytes),
+            gibibytes(each.predicted_bytes),
+            percent(each.peak_memory_bytes, each.predicted_bytes),
+        )
+        for rank, each in enumerate(ranks)
+    ]
     reporter.table(("rank", "host", "layers", "weights", "peak memory", "predicted", ""), rows)
     for warning in exceeded(run.limits, hosts, peaks):
         reporter.warn(warning)
+    return ranks

@@ -69,6 +69,14 @@ class Simulation:
     exposed: tuple[float, ...]
 
     @property
+    def written_spans(self) -> tuple[tuple[tuple[str, float, float], ...], ...]:
+        """The spans of each rank with their actions as text: ``("0F3", 1.0, 2.0)``."""
+        return tuple(
+            tuple((str(action), start, end) for action, start, end in of_rank)
+            for of_rank in self.spans
+        )
+
+    @property
     def bubbles(self) -> tuple[float, ...]:
         """The bubble of each rank, as a fraction of ``makespan``."""
         if not self.makespan:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.common.formatting import plural
+from shardmlx.common.json_output import JsonOutput
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import Options, in_group, refuse, same_as
@@ -24,7 +25,13 @@ from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.chips import as_macs, shares_by_bandwidth
 from shardmlx.planning.facts.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.report.model_report import part_table, stage_table, summary, tensor_table
+from shardmlx.planning.report.model_report import (
+    as_json,
+    part_table,
+    stage_table,
+    summary,
+    tensor_table,
+)
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
@@ -68,6 +75,7 @@ class InspectOptions(Options):
     sequences: int = _split(1, "sequences at once, with --context", minimum=1)
 
     all_layers: bool = _output(False, "show a line for every layer")
+    json: str | None = common.json(group="output")
     verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
 
     def __post_init__(self) -> None:
@@ -104,18 +112,22 @@ LINE = CommandLine(
 def run(words: Sequence[str]) -> int:
     """Print the parts of a model; return 1 if ``--verify`` finds a fault. Raises ``UserError``."""
     options = LINE.load(words)
-    files = read_model(find_source(options.model, options.revision))
-    if options.verify:
-        return _verify(files)
-    if files.faults:
-        raise UserError(files.faults[0])
-    inspection = inspect_files(files)
-    split = divided(options, inspection)
-    if split is not None and options.rank is not None:
-        print(tensor_table(split.rank(options.rank)))
-    else:
-        table = part_table(inspection, fold=not options.all_layers)
-        print("\n\n".join([summary(inspection), table, *([stage_table(split)] if split else [])]))
+    with JsonOutput(options.json, LINE.command) as output:
+        files = read_model(find_source(options.model, options.revision))
+        if options.verify:
+            return _verify(files, output)
+        if files.faults:
+            raise UserError(files.faults[0])
+        inspection = inspect_files(files)
+        split = divided(options, inspection)
+        held = split.rank(options.rank) if split and options.rank is not None else None
+        if held is not None:
+            print(tensor_table(held))
+        else:
+            table = part_table(inspection, fold=not options.all_layers)
+            stages = [stage_table(split)] if split else []
+            print("\n\n".join([summary(inspection), table, *stages]))
+        output.write(as_json(inspection, split, held))
     return 0
 
 
@@ -161,9 +173,11 @@ def divided(options: InspectOptions, inspection: Inspection) -> Split | None:
     return Split(inspection, stage_map, machines, generation, shares)
 
 
-def _verify(files: ModelFiles) -> int:
+def _verify(files: ModelFiles, output: JsonOutput) -> int:
     checked, faults = verify(files)
     lines = [f"checked: {each}" for each in checked]
     lines += [f"wrong: {each}" for each in faults]
     print("\n".join([*lines, plural(len(faults), "fault") if faults else "all is well"]))
+    found = {"model": files.name, "revision": files.revision}
+    output.write(found | {"checked": checked, "faults": faults})
     return 1 if faults else 0

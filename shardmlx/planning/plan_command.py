@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardmlx.common.json_output import JsonOutput
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
@@ -27,7 +28,7 @@ from shardmlx.planning.choice import Choice, with_shares
 from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.facts.hostfile import Machine, is_unnamed, read_hostfile
 from shardmlx.planning.memory.training_setup import BACKENDS
-from shardmlx.planning.report.plan_report import report
+from shardmlx.planning.report.plan_report import PlanReport, as_json, text
 from shardmlx.planning.training_plan import plan_training, with_divided_weights
 
 _MACHINES = "machines"
@@ -35,7 +36,7 @@ _OUTPUT = "output"
 
 _SHOWN = (
     *("model", "revision", "hostfile", "machines", "backend", "profile", "max_of", "output"),
-    *("timeline", "island_lines", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("timeline", "json", "island_lines", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
     *("zero", "sum_dtype", "memory_limit", "dtype"),
@@ -73,6 +74,7 @@ class PlanOptions(Options):
     max_of: str | None = _output(None, "find the longest sequence that fits", choices=("seq",))
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
+    json: str | None = common.json(group=_OUTPUT)
     island_lines: str | None = _output(
         None,
         "show what islands of such machines wait for, on lines of so many Mbit/s up: 20,100",
@@ -140,6 +142,18 @@ def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
     _check(options, given)
+    with JsonOutput(options.json, LINE.command) as output:
+        report = _planned(options, given)
+        print(text(report))
+        if options.timeline:
+            width = shutil.get_terminal_size((160, 24)).columns
+            print("\n" + timeline(report.choice.prediction.simulation, width))
+        output.write(as_json(report))
+    return 0
+
+
+def _planned(options: PlanOptions, given: Given) -> PlanReport:
+    """Plan, and write the stage map that is asked for. Raises ``UserError`` if no plan fits."""
     spec = options.run.spec
     if options.takes_stages and spec.layout.tensor_parallel is None:
         spec = spec.with_shares(1)
@@ -160,15 +174,18 @@ def run(words: Sequence[str]) -> int:
         alone = each_alone(options.run, machines, options.backend)
     else:
         found["max_seq_length"] = planned.asked.batch.max_seq_length
-        print(f"longest sequence that fits: {found['max_seq_length']} tokens")
     start = ["shardmlx", "launch", "--hostfile", spec.machines.hostfile or "HOSTFILE", "train"]
     start += _train_words(options, given, found)
-    steps = options.run.iters if options.run.epochs is None else None
-    print(report(planned, options.output, start, others, options.lines, alone, steps))
-    if options.timeline:
-        width = shutil.get_terminal_size((160, 24)).columns
-        print("\n" + timeline(planned.prediction.simulation, width))
-    return 0
+    return PlanReport(
+        choice=planned,
+        start=start,
+        stage_map=options.output,
+        others=others,
+        lines_of_islands=options.lines,
+        alone=alone,
+        steps=options.run.iters if options.run.epochs is None else None,
+        longest=found.get("max_seq_length"),
+    )
 
 
 def _check(options: PlanOptions, given: Given) -> None:

@@ -21,6 +21,13 @@ def test_two_ranks_find_the_perplexity_of_one(small: Path, pirate: Path, tmp_pat
         assert f"perplexity {found[-1]['perplexity']:.4f} +/-" in job.stdout
         here = {".cache/pirate": str(pirate)}
         assert lacking("export.md", "perplexity", job.stdout, here) == set()
+    printed = run_in_pool(2, *words, "--json", "-", timeout=60.0).well()
+    whole = json.loads(printed.stdout)
+    assert (whole["version"], whole["command"]) == (1, "evaluate")
+    assert whole["results"] == found[1] == json.loads(output.read_text())
+    assert [rank["layers"] for rank in whole["ranks"]] == [[0, 3], [3, 5]]
+    assert sum(rank["weights_bytes"] for rank in whole["ranks"]) > 0
+    assert f"perplexity {found[1]['perplexity']:.4f} +/-" in printed.stderr
     assert found[0]["tokens"] == found[1]["tokens"]
     assert found[0]["texts"] == 14
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-5)

@@ -1,11 +1,12 @@
-"""Write an inspection as text. No MLX, no MPI."""
+"""Write an inspection as text, and as JSON. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
-from shardmlx.modelfiles.parts import Inspection, Part, rows
+from shardmlx.modelfiles.parts import Inspection, Part, Tensor, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.sizes.shape import ModelShape
@@ -122,3 +123,72 @@ def tensor_table(part: Part) -> str:
         shape = " x ".join(map(str, place.shape)) or "scalar"
         lines.append((tensor.name, place.dtype, shape, str(place.nbytes), place.file or "-"))
     return columns(("tensor", "dtype", "shape", "bytes", "file"), lines)
+
+
+def as_json(inspection: Inspection, split: Split | None, held: Part | None) -> dict[str, Any]:
+    """Return an inspection in exact bytes: each layer by itself, the stages of a split, and each
+    tensor of those ``held``."""
+    files = inspection.files
+    result: dict[str, Any] = {
+        "model": files.name,
+        "revision": files.revision,
+        "note": files.note or None,
+        "model_type": files.config.get("model_type"),
+        "abilities": inspection.abilities,
+        "num_layers": len(inspection.layers),
+        "tied": inspection.tied,
+        "is_approximate": inspection.shape is not None and inspection.shape.is_approximate,
+        "is_computed": inspection.is_computed,
+        "packing": inspection.packing or None,
+        "whole": _part_json(inspection.whole),
+        "files": [
+            {"file": file, "bytes": header.file_size, "tensors": len(header.tensors)}
+            for file, header in files.headers.items()
+        ],
+        "parts": [
+            {"part": name, **_part_json(parts[0])}
+            for name, parts in rows(inspection, fold=False).items()
+        ],
+    }
+    if split is not None:
+        result["stages"] = [_stage_json(split, *place) for place in split.places]
+    if held is not None:
+        result["tensors"] = [_tensor_json(tensor) for tensor in held.tensors]
+    return result
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {
+        "tensors": len(part.tensors),
+        "parameters": part.parameters,
+        "bytes": part.nbytes,
+        "dtypes": part.dtypes,
+        "quantisations": part.quantisations,
+        "files": part.files,
+    }
+
+
+def _stage_json(split: Split, stage: int, rank: int, share: int) -> dict[str, Any]:
+    parameters, nbytes = split.held(stage, share)
+    return {
+        "stage": stage,
+        "rank": rank,
+        "host": split.host(rank),
+        "layers": split.stage_map.partition.ranges[stage],
+        **_part_json(split.stage(stage)),
+        "parameters": parameters,
+        "bytes": nbytes,
+        "generation_bytes": split.nbytes(stage, share) if split.generation else None,
+        "memory_bytes": split.memory(rank),
+    }
+
+
+def _tensor_json(tensor: Tensor) -> dict[str, Any]:
+    place = tensor.place
+    return {
+        "tensor": tensor.name,
+        "dtype": place.dtype,
+        "shape": place.shape,
+        "bytes": place.nbytes,
+        "file": place.file or None,
+    }

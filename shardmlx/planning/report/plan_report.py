@@ -1,10 +1,12 @@
-"""Write a chosen plan as text. No MLX, no MPI."""
+"""Write a chosen plan as text, and as JSON. No MLX, no MPI."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from shardmlx.common.formatting import (
     columns,
@@ -20,28 +22,52 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.alone import Alone, compared
 from shardmlx.planning.choice import CLEARLY, Choice
 from shardmlx.planning.facts.cluster import Cluster
-from shardmlx.planning.generation import generation_ways
-from shardmlx.planning.report.island_lines import OVERLAP, TERMS, exchanges
+from shardmlx.planning.generation import GenerationWay, generation_ways
+from shardmlx.planning.report.island_lines import OVERLAP, TERMS, HubTraffic, exchanges
 from shardmlx.planning.time.predict import Prediction, RankPrediction
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The results of ``plan``: the choice, the ``others`` with tensor shares or divided weights,
+    each machine ``alone``, and the lines of islands, in bit/s.
+
+    ``stage_map`` is the file that the choice was written to, ``start`` begins the command that runs
+    it, ``steps`` are those of the run if the plan tells their time, and ``longest`` the tokens of a
+    sequence if they were asked for.
+    """
+
+    choice: Choice
+    start: Sequence[str]
+    stage_map: str | None = None
+    others: Sequence[Choice] = ()
+    lines_of_islands: Sequence[float] = ()
+    alone: Sequence[Alone] = ()
+    steps: int | None = None
+    longest: int | None = None
+
+    @property
+    def generation(self) -> list[GenerationWay]:
+        """The ways to generate on these machines, the fastest first, if bandwidths are known."""
+        whole = self.choice.facts.whole or self.choice.facts
+        return generation_ways(whole.workload, whole.cluster, self.choice.facts.lengths.longest[0])
+
+    @property
+    def islands(self) -> list[HubTraffic]:
+        """The waiting of islands on these lines, by way; nothing without lines."""
+        return exchanges(self.choice, self.lines_of_islands) if self.lines_of_islands else []
+
+
 _NO_TIMES = "times are not known: they need chips in --machines, or flops=27T in the hostfile"
 
 
-def report(
-    choice: Choice,
-    stage_map: str | None,
-    start: Sequence[str],
-    others: Sequence[Choice] = (),
-    lines_of_islands: Sequence[float] = (),
-    alone: Sequence[Alone] = (),
-    steps: int | None = None,
-) -> str:
-    """Return the plan, ranks, limits, the time of so many ``steps``, each machine ``alone``, the
-    ``others`` with tensor shares, islands on lines of so many bit/s, and the command that runs the
-    plan, which begins with ``start``."""
+def text(report: PlanReport) -> str:
+    """Return the plan, ranks, limits, times, other ways, and the command that runs the plan."""
+    choice = report.choice
+    steps = report.steps
     prediction = choice.prediction
     facts = choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
@@ -55,28 +81,117 @@ def report(
             whole = long_duration(steps * prediction.step_seconds)
             speed.insert(1, f"{plural(steps, 'step')}: {whole}, without validation and saving")
     lines = [
+        *([f"longest sequence that fits: {report.longest} tokens"] if report.longest else []),
         f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         *speed,
-        *compared(choice, alone),
-        *(_beside(choice, each) for each in others),
-        *_generation(choice, start),
-        *(_islands(choice, lines_of_islands) if lines_of_islands else []),
+        *compared(choice, report.alone),
+        *(_beside(choice, each) for each in report.others),
+        *_generation(report),
+        *_islands(report),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         "",
-        *_how_to_run(choice, stage_map, start),
+        *_how_to_run(report),
     ]
     return "\n".join(lines)
 
 
-def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
+def as_json(report: PlanReport) -> dict[str, Any]:
+    """Return all of a report in exact bytes, seconds and tokens a second; times that are not known
+    are None."""
+    choice = report.choice
+    return {
+        "model": choice.run.model,
+        "way": choice.way,
+        "tried": choice.tried,
+        "batch_size": choice.run.batch.batch_size,
+        "max_seq_length": choice.facts.lengths.longest[0],
+        "is_longest": report.longest is not None,
+        "is_approximate": choice.facts.workload.shape.is_approximate,
+        "steps": report.steps,
+        **_plan_json(choice),
+        "others": [{"way": each.way, **_plan_json(each)} for each in report.others],
+        "alone": [
+            {"host": each.host, "lacks_bytes": each.lacks}
+            | (_plan_json(each.choice) if each.choice is not None else {})
+            for each in report.alone
+        ],
+        "generation": [
+            {
+                "hosts": each.hosts,
+                "tensor_parallel": each.tensor_parallel,
+                "expert_parallel": each.whole_experts,
+                "rdma": each.has_rdma,
+                "fits": each.fits,
+                "peak_memory_bytes": each.peak,
+                "limit_bytes": each.capacity,
+                "tokens_per_second": each.tokens_per_second,
+            }
+            for each in report.generation
+        ],
+        "islands": report.islands,
+        "run": command(report),
+    }
+
+
+def _plan_json(choice: Choice) -> dict[str, Any]:
+    prediction = choice.prediction
+    plan = choice.plan
+    has_times = choice.facts.cluster.unit == "seconds"
+    times = {
+        "step_seconds": prediction.step_seconds,
+        "update_seconds": prediction.update_seconds,
+        "reduce_seconds": prediction.reduce_seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "bubble": prediction.simulation.bubble,
+        "spans": prediction.simulation.written_spans,
+    }
+    return {
+        "pipeline_stages": plan.mesh.pp,
+        "data_parallel": plan.mesh.dp,
+        "tensor_parallel": choice.run.layout.across,
+        "schedule": plan.schedule,
+        "num_layers": plan.stage_map.partition.sizes,
+        "placement": plan.stage_map.placement,
+        "micro_batch_size": plan.micro_batch_rows,
+        "micro_batches": plan.microbatches,
+        "rows": plan.shares,
+        "pack": plan.pack,
+        "recompute": choice.run.batch.recomputed,
+        "divides_weights": plan.mesh.dp > 1 and choice.run.fine_tune.divides_weights,
+        **(times if has_times else dict.fromkeys(times)),
+        "ranks": [_rank_json(each, has_times) for each in prediction.ranks],
+    }
+
+
+def _rank_json(rank: RankPrediction, has_times: bool) -> dict[str, Any]:
+    times = {
+        "forward_seconds": rank.seconds.forward,
+        "input_gradient_seconds": rank.seconds.input_gradient,
+        "weight_gradient_seconds": rank.seconds.weight_gradient,
+        "busy_seconds": rank.busy,
+        "exposed_comm_seconds": rank.exposed,
+        "bubble": rank.bubble,
+    }
+    return {
+        "hosts": rank.hosts,
+        "layers": rank.ranges,
+        "weights_bytes": rank.weights,
+        "peak_memory_bytes": rank.peak,
+        "limit_bytes": rank.capacity,
+        **(times if has_times else dict.fromkeys(times)),
+    }
+
+
+def _generation(report: PlanReport) -> list[str]:
     """Return a table of the ways to generate, and the fastest one's command, if every memory's
     bandwidth is known."""
+    choice = report.choice
+    start = report.start
     tokens = choice.facts.lengths.longest[0]
-    whole = choice.facts.whole or choice.facts
-    ways = generation_ways(whole.workload, whole.cluster, tokens)
+    ways = report.generation
     if not ways:
         return []
     most = ways[0].tokens_per_second
@@ -104,8 +219,10 @@ def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
     ]
 
 
-def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
-    """Return a table of what islands on these lines wait for."""
+def _islands(report: PlanReport) -> list[str]:
+    """Return a table of what islands wait for; nothing without their lines."""
+    if not report.lines_of_islands:
+        return []
     lines = [
         (
             each.way,
@@ -114,9 +231,15 @@ def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
             f"{each.waiting:.0%}",
             f"{each.overlapped:.0%}",
         )
-        for each in exchanges(choice, lines_of_islands)
+        for each in report.islands
     ]
-    heads = (f"{len(lines_of_islands)} islands", "each way", "takes", "waiting", "overlapped")
+    heads = (
+        f"{len(report.lines_of_islands)} islands",
+        "each way",
+        "takes",
+        "waiting",
+        "overlapped",
+    )
     return [
         "",
         f"islands that are each as planned, a round of {TERMS.inner_steps} steps, waiting with "
@@ -215,11 +338,13 @@ def bottleneck(choice: Choice) -> str:
     return longest.format(f"{100 * share:.0f}% of the step") if share >= _NOTABLE else compute
 
 
-def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
-    plan = choice.plan
-    run = choice.run
+def command(report: PlanReport) -> list[str]:
+    """Return the words of the command that runs the plan."""
+    plan = report.choice.plan
+    run = report.choice.run
+    start = report.start
     across = run.layout.across
-    divided = ["--stage-map", stage_map or "MAP.yaml"]
+    divided = ["--stage-map", report.stage_map or "MAP.yaml"]
     if across > 1:
         divided = ["--pipeline-stages", str(plan.mesh.pp)]
         divided += ["--tensor-parallel", str(across)] * ("--tensor-parallel" not in start)
@@ -228,10 +353,13 @@ def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> 
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
     words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in start)
-    words += ["--recompute", run.batch.recomputed] * (run.batch.recomputed != NONE)
-    command = shlex.join(words)
-    if across > 1:
-        return ["run:", command]
-    if stage_map is None:
-        return ["write the stage map with -o MAP.yaml, then run:", command]
-    return [f"wrote {stage_map}; run:", command]
+    return words + ["--recompute", run.batch.recomputed] * (run.batch.recomputed != NONE)
+
+
+def _how_to_run(report: PlanReport) -> list[str]:
+    line = shlex.join(command(report))
+    if report.choice.run.layout.across > 1:
+        return ["run:", line]
+    if report.stage_map is None:
+        return ["write the stage map with -o MAP.yaml, then run:", line]
+    return [f"wrote {report.stage_map}; run:", line]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.common.json_output import plain
 from shardmlx.hosts.doctor_report import as_json, bandwidth, latency, text
 from shardmlx.hosts.findings import Examination, Host
 from tests.helpers.doctor import GIB, host, link, route, speed
@@ -76,7 +77,7 @@ def test_a_line_for_each_link() -> None:
 
 def test_json_has_everything() -> None:
     examination = Examination((host("a"), host("b", 1, mpi=None)), (link("a", "b"),))
-    found = json.loads(as_json(examination, examination.findings()))
+    found = json.loads(json.dumps(plain(as_json(examination, examination.findings()))))
     first, second = found["hosts"]
     assert first["facts"]["interfaces"][0]["medium"] == "Thunderbolt"
     assert first["flops"] == {"fp32": 20e12, "bf16": 21e12}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import shardmlx
@@ -162,10 +165,6 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
             ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
             "--write-hostfile measures under mpirun: leave out --ssh",
         ),
-        (
-            ["--ssh", "--hostfile", "F", "--json", "G"],
-            "--json is what ranks find: leave it out",
-        ),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(
@@ -174,6 +173,22 @@ def test_bad_flags_are_refused_in_one_line(
     assert main(["doctor", *arguments]) == 2
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "error" in each]
     assert message in line
+
+
+def test_json_has_what_the_hosts_have_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doctor = ["doctor", "--ssh", "--hostfile", hosts_at(tmp_path / "hosts", ME)]
+    assert main([*doctor, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert "nothing to warn of" in captured.err
+    (host,) = found["hosts"]
+    assert (found["version"], found["command"], found["warnings"]) == (1, "doctor", [])
+    assert (host["name"], host["is_local"], host["answers"]) == (ME, True, True)
+    assert host["facts"]["memory"] == psutil.virtual_memory().total
+    assert host["versions"]["mlx"] == version("mlx")
+    assert found["python"] == sys.executable
 
 
 def test_warnings_fail_only_where_that_is_asked_for(

@@ -27,7 +27,7 @@ from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.inspection import run as inspect
-from shardmlx.planning.report.plan_report import report
+from shardmlx.planning.report.plan_report import PlanReport, text
 from shardmlx.planning.training_plan import plan_training
 from testbed.family_configs import CONFIGS, LAYERS
 from testbed.tiny_models import build, save_model_directory, tiny_config
@@ -132,7 +132,7 @@ def test_a_plan_says_that_it_is_approximate(
     config = TrainConfig.from_flat(model=str(tmp_path), num_layers=2, pipeline_stages=2)
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
-    assert APPROXIMATE in report(plan, None, [])
+    assert APPROXIMATE in text(PlanReport(choice=plan, start=[]))
     assert inspect([str(tmp_path)]) == 0
     assert APPROXIMATE in capsys.readouterr().out
 
