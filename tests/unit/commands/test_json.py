@@ -13,7 +13,7 @@ import pytest
 
 from shardmlx.main import main
 from tests.helpers.fake_models import TINY, model_files, write, write_config
-from tests.helpers.models_and_batches import tiny_config
+from tests.helpers. import tiny_config
 
 Capture = pytest.CaptureFixture[str]
 
