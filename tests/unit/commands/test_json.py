@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.main import main
+from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import TINY, model_files, write, write_config
-from tests.helpers. import tiny_config
 
 Capture = pytest.CaptureFixture[str]
 
