@@ -84,6 +84,8 @@ class Updater:
     stages: Sequence[Stage]
     shards: Shards | None = None
     masters: bool = False
+    piece_bytes: int = UPDATE_BYTES
+    """Bytes of float32 up to which layers are updated together."""
     has_moved: bool = field(default=False, init=False)
     """True once an update has changed a weight on this rank, as it is stored."""
     _masters: dict[str, mx.array] = field(default_factory=dict)
@@ -182,11 +184,11 @@ class Updater:
         layers.sort(key=lambda names: not layer_of(names[0]).rpartition(".")[2].isdigit())
         pieces = []
         for some in in_buckets(
-            layers, lambda names: sum(sizes[name] for name in names), UPDATE_BYTES
+            layers, lambda names: sum(sizes[name] for name in names), self.piece_bytes
         ):
             piece = [name for names in some for name in names]
             nbytes = 4 * sum(sizes[name] for name in piece)  # in float32
-            pieces.append((piece, nbytes <= UPDATE_BYTES))
+            pieces.append((piece, nbytes <= self.piece_bytes))
         return pieces
 
     def state(self) -> dict[str, mx.array]:

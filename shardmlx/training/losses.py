@@ -52,7 +52,7 @@ class Gradients:
         parts = self._shares[-1].microbatches
         objective = self.job.planned.objective
         losses, sums = scores_of(results, parts, objective, self.job.planned.workload.dtype)
-        fault = nonfinite_loss(losses, self.job.transport)
+        fault = nonfinite_loss(losses, self._where)
         self._nonfinite_loss = self._nonfinite_loss or fault
         return sums
 
@@ -66,7 +66,12 @@ class Gradients:
         it: that is the closer cause."""
         if self._nonfinite_loss is not None:
             return self._nonfinite_loss, True
-        return nonfinite_gradient(self.job.stages, self.job.transport), False
+        return nonfinite_gradient(self.job.stages, self._where), False
+
+    @property
+    def _where(self) -> str:
+        transport = self.job.transport
+        return transport.name(transport.rank)
 
     def used(self) -> None:
         """Begin the next update after this one was made."""

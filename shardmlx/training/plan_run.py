@@ -31,6 +31,7 @@ from shardmlx.loading.rank_setup import (
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, decide
@@ -124,9 +125,22 @@ def _choose(
     """Return the plan of the fastest way that fits, but for the sizes of the data, and all that was
     looked at. Raises ``UserError`` if none fits."""
     choice = choose_plan(run, inputs, lengths)
+    plan = _of_model(choice.plan, choice.run, worker)
+    return planned_by(choice, plan, config, inputs, reporter), choice
+
+
+def planned_by(
+    choice: Choice,
+    plan: Plan,
+    config: TrainConfig,
+    inputs: PlanInputs[Workload],
+    reporter: Reporter,
+) -> PlannedRun:
+    """Return a run by the chosen ``plan``, but for the sizes of the data. Raises ``UserError`` if a
+    rank lacks memory for its share."""
     way = choice.run
     shares = choice.facts.shares
-    plan = _of_model(choice.plan, way, worker)
+    lengths = choice.facts.lengths
     plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
     counted = lengths.counted_share(plan.pack)
     chosen: dict[str, Any] = {
@@ -135,7 +149,7 @@ def _choose(
         "counted": counted,
     }
     parts = parts_of(replace(inputs.sizes, **chosen), shares)
-    planned = PlannedRun(
+    return PlannedRun(
         config=config,
         way=way,
         objective=Objective.of(config.loss),
@@ -148,7 +162,6 @@ def _choose(
         lengths=lengths,
         limits=limits_of(inputs, _fitting(plan, parts, inputs, lengths), reporter),
     )
-    return planned, choice
 
 
 def _fitting(
@@ -258,11 +271,7 @@ def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> PlanFac
 
 def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorker) -> None:
     """Raise ``UserError`` for options that are wrong for any data, before these are read."""
-    if run.batch.pack and not worker.opened.shape.takes_packed:
-        raise UserError(
-            "--pack: the model's layers depend on the place of a token in its row",
-            "train without --pack",
-        )
+    check_packing(run, worker.opened.shape)
     facts = _facts_of(inputs, SequenceLengths.full(run.batch.max_seq_length))
     run, facts = in_shares(run, facts, run.layout.across)
     simplest = ways(run, facts)[0]
@@ -271,6 +280,15 @@ def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorke
     except DoesNotFitError:
         return  # another way may, once the lengths are known
     _of_model(plan, simplest, worker)
+
+
+def check_packing(run: RunSpec, shape: ModelShape) -> None:
+    """Raise ``UserError`` if a run packs rows that the model's layers would not tell apart."""
+    if run.batch.pack and not shape.takes_packed:
+        raise UserError(
+            "--pack: the model's layers depend on the place of a token in its row",
+            "train without --pack",
+        )
 
 
 def _of_model(plan: Plan, run: RunSpec, worker: TrainWorker) -> Plan:

@@ -105,13 +105,13 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     """Measure on every rank; rank 0 writes the profile. On all ranks; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
     worker = ProfileWorker(transport, reporter)
-    lead(transport, worker, partial(_profile, options, reporter, blas))
+    lead(transport, worker, partial(profile, options, reporter, blas))
 
 
-def _profile(
+def profile(
     options: ProfileOptions, reporter: Reporter, blas: Blas, crew: Crew[ProfileWorker]
 ) -> None:
-    """Let all ranks measure, and write the profile. On rank 0."""
+    """Let all ranks measure, and write the profile. On rank 0. Raises ``UserError``."""
     fine_tune = options.run.tune
     shapes = options.shapes
     model_config, workload = _read(options)

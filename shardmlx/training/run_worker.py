@@ -243,7 +243,8 @@ class RunWorker:
 
     def nonfinite_weight(self) -> str | None:
         """Name a weight of this rank that is not finite, if there is one."""
-        return nonfinite_weight(self.job.stages, self.job.engine.shards.holds, self._transport)
+        where = self._transport.name(self._transport.rank)
+        return nonfinite_weight(self.job.stages, self.job.engine.shards.holds, where)
 
     def has_moved(self) -> bool:
         """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""

@@ -109,6 +109,7 @@ class SampleModel:
     pattern: Sequence[int]
     memory_pattern: Sequence[int]
     savings: Savings
+    memory_repeats: int = MEMORY_REPEATS
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -153,7 +154,7 @@ class SampleModel:
         found = []
         for stage in self.stages(sample_ranges(self.memory_pattern), recompute=recompute):
             peaks = _Peaks()
-            message = self._run(stage, rows, length, 1 + MEMORY_REPEATS, peaks.lap)
+            message = self._run(stage, rows, length, 1 + self.memory_repeats, peaks.lap)
             found.append(peaks.stage(message))
         first, last, *kinds = found
         savings = replace(self.savings, recompute=recompute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -42,6 +43,30 @@ class Best:
         return replace(self, misses=self.misses + 1, last=loss)
 
 
+def skipped_most(made: Sequence[bool]) -> Fault | None:
+    """Return the fault of updates of which more were skipped than ``made``, if they were."""
+    skipped = made.count(False)
+    if 2 * skipped > len(made):
+        return Fault(f"{skipped} of the last {len(made)} updates were skipped", TAMER)
+    return None
+
+
+def not_finite(weights: Sequence[str | None]) -> Fault | None:
+    """Return the fault of the first weight that a rank has named as not finite, if there is one."""
+    weight = next(filter(None, weights), None)
+    return None if weight is None else Fault(weight, TAMER)
+
+
+def nothing_moved(made: Sequence[bool], moved: Sequence[bool]) -> Fault | None:
+    """Return why there is nothing to save: ``moved`` says of each rank whether its weights have
+    moved, ``made`` which updates were made. None if any rank's have."""
+    if any(moved):
+        return None
+    if True not in made:
+        return Fault("no update was made yet", "train for more steps")
+    return Fault("no update of this run has moved a weight", _IMPEL)
+
+
 @dataclass(frozen=True, slots=True)
 class Soundness:
     """Tells, on rank 0, whether a run's weights may replace others: the updates that were made or
@@ -61,18 +86,8 @@ class Soundness:
 
     def fault(self) -> Fault | None:
         """Return why the weights should replace nothing, or None."""
-        skipped = self._made.count(False)
-        total = len(self._made)
-        if 2 * skipped > total:
-            return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
-        found = self.crew.all(RunWorker.nonfinite_weight)
-        weight = next(filter(None, found), None)
-        return None if weight is None else Fault(weight, TAMER)
+        return skipped_most(self._made) or not_finite(self.crew.all(RunWorker.nonfinite_weight))
 
     def unmoved(self) -> Fault | None:
         """Return why there is nothing to save yet; None if there is."""
-        if any(self.crew.all(RunWorker.has_moved)):
-            return None
-        if True not in self._made:
-            return Fault("no update was made yet", "train for more steps")
-        return Fault("no update of this run has moved a weight", _IMPEL)
+        return nothing_moved(self._made, self.crew.all(RunWorker.has_moved))

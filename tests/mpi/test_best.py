@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from testbed.runs import events, in_file
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.mpirun import train, train_well
+from tests.helpers.mpirun import train_well
 
 COMMON = (
     *("--num-layers", "-1", "--batch-size", "4", "--max-seq-length", "64", "--seed", "3"),
@@ -72,27 +71,3 @@ def test_the_best_weights_of_ranks_that_share_layers_are_tested(
     (test,) = events(metrics, "test")
     assert test["loss"] == pytest.approx(min(losses), rel=1e-5)
     assert len({*losses}) == len(losses)
-
-
-def test_rows_are_shown_with_what_counts(small: Path, pirate: Path, tmp_path: Path) -> None:
-    flags = ("--model", small, "--data", pirate, "--loss-on", "assistant", "--show-data", "2")
-    job = train_well(2, *flags, cwd=tmp_path)
-    row = json.loads((pirate / "train.jsonl").read_text().splitlines()[0])
-    # The row with a key more comes after those with fewer, as in mlx-lm.
-    shown = [line for line in job.stdout.splitlines() if "\u00ab" in line]
-    assert len(shown) == 2
-    assert job.stdout.count("count in the loss") == 2
-    assert "messages" in row
-    assert not [*tmp_path.iterdir()], "nothing was written"
-
-
-@pytest.mark.parametrize("options", [{"keep": "best"}, {"early_stop": 3}])
-def test_without_a_validation_set_there_is_no_best(
-    options: dict[str, Any], small: Path, pirate: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "train.jsonl").write_bytes((pirate / "train.jsonl").read_bytes())
-    run = ("--model", small, "--data", tmp_path, "--iters", "2", "--num-layers", "-1")
-    job = train(2, *run, *in_file(tmp_path / "config.yaml", **options), cwd=tmp_path)
-    assert job.returncode == 2
-    (line,) = job.error_lines
-    assert "validation set" in line

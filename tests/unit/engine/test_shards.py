@@ -125,7 +125,7 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
         plan = TWO.plan(layers, 2)
         engine = engine_of(transport, plan, models[transport.rank], OPTIMIZER)
         adam = build_optimizer(FineTune(learning_rate=1e-2))
-        updater = Updater(adam, list(engine.stages.values()), engine.shards)
+        updater = Updater(adam, list(engine.stages.values()), engine.shards, piece_bytes=1)
         train_on(engine, random_batch(4, 0))
         transport.barrier("updating")
         if transport.rank == 0:
@@ -134,7 +134,6 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
 
     layers = 4
     models = tiny_models(TWO, layers=layers)
-    monkeypatch.setattr(optimizer, "UPDATE_BYTES", 1)  # no two of the small layers in one piece
     noted("all_gather")
     noted("wait")
     LocalNetwork(2).run(updates)

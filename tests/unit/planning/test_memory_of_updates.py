@@ -11,7 +11,7 @@ import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
-from shardmlx.engine import optimizer as engine_optimizer
+from shardmlx.engine.buffers import UPDATE_BYTES
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from tests.helpers.stage_memory import before_others
@@ -41,13 +41,16 @@ def shapes_of(layers: int, ends: int) -> dict[str, tuple[int, int]]:
 
 
 @before_others()
-def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
-    """Return what an update takes above all gradients. Another before it makes the state."""
+def bytes_above_gradients(
+    optimizer: str, layers: int, ends: int, piece_bytes: int = 0
+) -> int:
+    """Return what an update takes above all gradients, of layers and matrices as large pieces where
+    nothing else is said. Another before it makes the state."""
     shapes = shapes_of(layers, ends)
     part = {name: mx.random.normal(shape) for name, shape in shapes.items()}
     stage = SimpleNamespace(names=list(reversed(shapes)), part=part, gradients={})
     made = build_optimizer(FineTune(optimizer=optimizer, optimizer_config=SETTINGS))
-    updater = Updater(made, [cast(Stage, stage)])
+    updater = Updater(made, [cast(Stage, stage)], piece_bytes=piece_bytes)
     most = 0
     for update in range(1 + UPDATES):
         # Gradients of matrices come transposed.
@@ -62,19 +65,12 @@ def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
     return most
 
 
-@pytest.fixture
-def large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Update layers and matrices as if they were large."""
-    monkeypatch.setattr(engine_optimizer, "UPDATE_BYTES", 0)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_small_layers_together_take_no_more_than_a_bucket(optimizer: str) -> None:
     """Which the plan counts, or all gradients if they are less."""
-    assert bytes_above_gradients(optimizer, layers=6, ends=0) <= 6.2 * LAYER
+    assert bytes_above_gradients(optimizer, 6, 0, UPDATE_BYTES) <= 6.2 * LAYER
 
 
-@pytest.mark.usefixtures("large_pieces")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     copies = bytes_above_gradients(optimizer, layers=6, ends=0) / LAYER
@@ -82,7 +78,6 @@ def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     assert copies > OPTIMIZERS[optimizer].passing - 1
 
 
-@pytest.mark.usefixtures("large_pieces")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_matrix_at_an_end_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     copies = bytes_above_gradients(optimizer, layers=0, ends=1) / MATRIX

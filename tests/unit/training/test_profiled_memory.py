@@ -18,7 +18,6 @@ from shardmlx.planning.memory.measured import (
 )
 from shardmlx.planning.memory.stages import stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
-from shardmlx.training import sample_model as samples_of_models
 from shardmlx.training.sample_model import SampleModel, build_sample_model
 from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure, weight_sizes
 
@@ -28,13 +27,9 @@ machine within 3%."""
 MEASUREMENTS = 40
 """At most, until a peak comes near: beside other work MLX takes less memory."""
 PROFILES = 6
-
-
-@pytest.fixture(autouse=True)
-def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer than in a profile of a user: each costs a second, and the tests profile again if a peak
-    was missed."""
-    monkeypatch.setattr(samples_of_models, "MEMORY_REPEATS", 4)
+REPEATS = 4
+"""Fewer than in a profile of a user: each costs a second, and the tests profile again if a peak was
+missed."""
 
 
 CASES = [
@@ -52,7 +47,7 @@ def sample_model(case: Case) -> SampleModel:
         fine_tune_type=case.mode, num_layers=-1, lora_parameters=case.lora_parameters
     )
     unfreeze(model, tuned.tune)
-    return SampleModel(model, pattern, pattern, replace(case.savings, recompute=NONE))
+    return SampleModel(model, pattern, pattern, replace(case.savings, recompute=NONE), REPEATS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

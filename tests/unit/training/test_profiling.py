@@ -1,9 +1,9 @@
-"""What ``shardmlx.profile`` measures, and how its ranks wait for one another."""
+"""What ``shardmlx.profile`` measures and writes, and how long its ranks wait for one another."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,25 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.common.environment import Blas
-from shardmlx.config.profile import LINE, ProfileOptions
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.profile import LINE
 from shardmlx.config.specs import FineTune, Savings
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.crew import lead
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
-from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.profile_file import Sample, read_profile
 from shardmlx.planning.memory.measured import MemorySample
 from shardmlx.planning.time.parts import Seconds
-from shardmlx.training import profiling, sample_model
-from shardmlx.training.profiling import ProfileWorker
+from shardmlx.training import sample_model
+from shardmlx.training.profiling import ProfileWorker, profile
 from testbed.tiny_models import tiny_config
+from tests.helpers.commands import commands
 from tests.helpers.fake_models import TINY, model_files, write
 from tests.helpers.local_transport import LocalNetwork
 
 PART = Seconds(1.0, 1.0, 1.0, 0.1)
 SAMPLE = Sample(rows=1, length=8, layer=PART, frozen=PART, embedding=PART, head=PART)
-MACHINES = [Machine(host="mac", kind="Mac", memory=2**34)]
+QUIET = Reporter(quiet=True)
 
 
 def test_a_model_is_quantised_as_it_is_and_layers_are_measured_from_the_middle() -> None:
@@ -62,9 +62,9 @@ def model(tmp_path: Path) -> Path:
 
 
 class Quick(ProfileWorker):
-    """A rank that measures nothing, in a given time."""
+    """A rank that measures nothing. It ends with ``output`` in the place of a file."""
 
-    seconds = 0.0
+    output: Path | None = None
 
     def build(self, *given: Any) -> None:
         pass
@@ -76,62 +76,38 @@ class Quick(ProfileWorker):
         pass
 
     def measure(self, shape: tuple[int, int]) -> tuple[Sample, list[MemorySample]]:
-        if self._transport.rank == 1:
-            time.sleep(self.seconds)
         return SAMPLE, []
 
     def measure_selective(self, shape: tuple[int, int]) -> list[MemorySample]:
+        if self.output is not None:
+            self.output.mkdir()
         return []
 
 
-class Slow(Quick):
-    """A rank that measures for longer than a message may take."""
-
-    seconds = 2.0
-
-
-def options_of(model: Path, output: Path, lengths: str = "8") -> ProfileOptions:
-    words = [str(model), "--num-layers", "-1", "--rows", "1", "--lengths", lengths]
-    return LINE.load([*words, "-o", str(output)])
-
-
-def profile(model: Path, output: Path) -> None:
-    options = options_of(model, output)
-    LocalNetwork(2, timeout=0.3).run(
-        lambda transport: profiling.run(options, transport, Blas("none"))
-    )
-
-
-def test_reading_may_take_long_and_measuring_may_not(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = profiling._read
-
-    def read_slowly(options: ProfileOptions) -> Any:
-        time.sleep(0.8)
-        return read(options)
-
-    monkeypatch.setattr(profiling, "ProfileWorker", Quick)
-    monkeypatch.setattr(profiling, "_read", read_slowly)
-    profile(model, tmp_path / "p.json")
-    assert len(read_profile(tmp_path / "p.json").machines) == 2
-    monkeypatch.setattr(profiling, "ProfileWorker", Slow)
-    with pytest.raises(TransportTimeout, match="waiting for rank 1"):
-        profile(model, tmp_path / "p.json")
+def test_measuring_may_take_no_longer_than_a_message() -> None:
+    """What rank 0 reads before the first command may, as before any command."""
+    own = [method for name, method in commands().items() if name.startswith("ProfileWorker.")]
+    assert len(own) == 6
+    assert not [method for method in own if hasattr(method, "takes_long")]
 
 
 def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path
 ) -> None:
-    def full(*_: object) -> None:
-        raise UserError("cannot write p.json: No space left on device")
+    output = tmp_path / "p.json"
+    words = [str(model), "--num-layers", "-1", "--rows", "1", "--lengths", "8", "-o", str(output)]
+    options = LINE.load(words)
 
-    monkeypatch.setattr(profiling, "ProfileWorker", Quick)
-    monkeypatch.setattr(profiling, "write_profile", full)
-    options = options_of(model, tmp_path / "p.json")
+    def profiled(output_becomes: Path | None) -> None:
+        def rank(transport: Transport) -> None:
+            worker = Quick(transport, QUIET)
+            worker.output = output_becomes
+            lead(transport, worker, partial(profile, options, QUIET, Blas("none")))
 
-    def rank(transport: Transport) -> None:
-        with pytest.raises(AgreedError, match="No space left"):
-            profiling.run(options, transport, Blas("none"))
+        LocalNetwork(1, timeout=20).run(rank)
 
-    LocalNetwork(2, timeout=20).run(rank)
+    profiled(None)
+    assert len(read_profile(output).machines) == 1
+    output.unlink()
+    with pytest.raises(AgreedError, match=f"cannot write {output}: Is a directory"):
+        profiled(output)

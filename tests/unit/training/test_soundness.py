@@ -3,76 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from shardmlx.distributed.crew import Crew, lead
-from shardmlx.training.nonfinite import nonfinite_weight
-from shardmlx.training.soundness import Best, Fault, Soundness
-from tests.helpers.local_transport import LocalNetwork, LocalTransport
-
-T = TypeVar("T")
+from shardmlx.training.nonfinite import nonfinite_gradient, nonfinite_loss, nonfinite_weight
+from shardmlx.training.soundness import (
+    TAMER,
+    Best,
+    Fault,
+    not_finite,
+    nothing_moved,
+    skipped_most,
+)
 
 OF_RANK = ("mine.0", "mine.1")
-
-
-class Rank:
-    """The part of a rank in a run, as far as its weights are asked for."""
-
-    def __init__(self, transport: LocalTransport, *, broken: str = "", moves: bool = True) -> None:
-        self._transport = transport
-        part = {name: mx.array(math.nan if name == broken else 1.0) for name in OF_RANK}
-        self._stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
-        self._moves = moves
-
-    def nonfinite_weight(self) -> str | None:
-        mine = OF_RANK[self._transport.rank]
-        return nonfinite_weight([self._stage], mine.__eq__, self._transport)
-
-    def has_moved(self) -> bool:
-        return self._moves
-
-
-def asked(work: Callable[[Soundness], T], ranks: Callable[[LocalTransport], Rank]) -> T:
-    """Return what rank 0 finds, which asks two ranks."""
-
-    def run(transport: LocalTransport) -> T | None:
-        def on_rank_0(crew: Crew[Any]) -> T:
-            return work(Soundness(crew))
-
-        return lead(transport, ranks(transport), on_rank_0)
-
-    found: T
-    found, _ = LocalNetwork(2).run(run)
-    return found
 
 
 @pytest.mark.parametrize("broken", OF_RANK)
 def test_each_rank_looks_at_its_own_weights(broken: str) -> None:
     """In the place of what others own a rank has a room, in which another weight may be."""
-    fault = asked(Soundness.fault, lambda transport: Rank(transport, broken=broken))
-    assert fault is not None
-    assert fault.problem.startswith(f"the weight {broken} is not finite on ")
-    assert "--learning-rate" in fault.remedy
+    part = {name: mx.array(math.nan if name == broken else 1.0) for name in OF_RANK}
+    stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
+    found = [nonfinite_weight([stage], mine.__eq__, f"rank of {mine}") for mine in OF_RANK]
+    fault = not_finite(found)
+    assert fault == Fault(f"the weight {broken} is not finite on rank of {broken}, stage 0", TAMER)
+    assert found.count(None) == 1
+    assert not_finite([None, None]) is None
+
+
+def test_a_gradient_and_a_loss_that_are_not_finite_are_named_with_their_rank() -> None:
+    gradients = {"a": mx.array(1.0), "b": mx.array([2.0, -math.inf])}
+    stage: Any = SimpleNamespace(index=3, gradients=gradients)
+    assert nonfinite_gradient([stage], "rank 1 on mac") == (
+        "the gradient of b is not finite on rank 1 on mac, stage 3"
+    )
+    assert nonfinite_loss({0: 1.0, 4: math.nan}, "rank 1 on mac") == (
+        "the loss of micro-batch 4 is nan on rank 1 on mac"
+    )
+    assert nonfinite_loss({0: 1.0}, "rank 1 on mac") is None
 
 
 @pytest.mark.parametrize("mover", [0, 1, None])
 def test_a_weight_that_one_rank_has_moved_is_enough_for_all(mover: int | None) -> None:
-    def work(sound: Soundness) -> tuple[Fault | None, Fault | None]:
-        before = sound.unmoved()
-        sound.count(made=True)
-        return before, sound.unmoved()
-
-    before, after = asked(work, lambda each: Rank(each, moves=each.rank == mover))
+    moved = [rank == mover for rank in range(2)]
+    before = nothing_moved([], moved)
+    after = nothing_moved([True], moved)
     if mover is None:
         assert before == Fault("no update was made yet", "train for more steps")
         assert after is not None
+        assert "--learning-rate" in after.remedy
     else:
         assert (before, after) == (None, None)
+
+
+def test_a_run_that_skips_more_updates_than_it_makes_is_at_fault() -> None:
+    assert skipped_most([]) is None
+    assert skipped_most([True, False]) is None
+    assert skipped_most([True, False, False]) == Fault(
+        "2 of the last 3 updates were skipped", TAMER
+    )
 
 
 def test_a_loss_that_is_no_number_is_never_the_best() -> None:
