@@ -6,12 +6,12 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Choice
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.memory.limits import budgets_of, within
-from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.training.plan_run import choose_plan, planned_by
 from shardmlx.training.planned_run import PlannedRun
 

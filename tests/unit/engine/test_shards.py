@@ -14,7 +14,7 @@ from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.sums import Sums
-from shardmlx.engine import gradient_reducer, optimizer
+from shardmlx.engine import gradient_reducer
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.owners import owners
 from tests.helpers.checkpoints import Bytes

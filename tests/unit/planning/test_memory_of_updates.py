@@ -41,9 +41,7 @@ def shapes_of(layers: int, ends: int) -> dict[str, tuple[int, int]]:
 
 
 @before_others()
-def bytes_above_gradients(
-    optimizer: str, layers: int, ends: int, piece_bytes: int = 0
-) -> int:
+def bytes_above_gradients(optimizer: str, layers: int, ends: int, piece_bytes: int = 0) -> int:
     """Return what an update takes above all gradients, of layers and matrices as large pieces where
     nothing else is said. Another before it makes the state."""
     shapes = shapes_of(layers, ends)
