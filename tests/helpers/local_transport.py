@@ -8,12 +8,14 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from shardmlx.distributed.messages import Array, Handle, buffer_of
 from shardmlx.distributed.transport import Transport
+
+T = TypeVar("T")
 
 
 class LocalTransport(Transport):
@@ -118,6 +120,13 @@ class LocalNetwork:
         if errors:
             raise errors[0]
         return results
+
+
+def alone(work: Callable[[LocalTransport], T]) -> T:
+    """Return what ``work`` returns as the only rank of a job, which waits for no other."""
+    result: T
+    (result,) = LocalNetwork(1).run(work)
+    return result
 
 
 class _Worker:

@@ -12,9 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shardmlx.common.http_listener import bind
 from testbed.jobs import Running
-from tests.helpers.mpirun import mpirun
 
 PATIENCE = 60.0
 
@@ -53,18 +51,3 @@ def wait_for_address(running: Running) -> str:
             return found[1]
         time.sleep(0.05)
     pytest.fail(f"the run does not say where it is\n{running.job().output}")
-
-
-def test_a_port_that_is_taken_ends_the_run_before_anything_is_loaded(
-    small: Path, pirate: Path, tmp_path: Path
-) -> None:
-    with bind("127.0.0.1", 0) as listener:
-        port = str(listener.getsockname()[1])
-        flags = ("--model", small, "--data", pirate, "--metrics-port", port)
-        job = mpirun(1, "-m", "shardmlx.train", *flags, cwd=tmp_path)
-    assert job.returncode == 2
-    assert job.error_lines == [
-        f"shardmlx: error: --metrics-host 127.0.0.1 --metrics-port {port}: Address already in use: "
-        "give an address of this machine, and a port from 1024 that is free, or 0 for any"
-    ]
-    assert job.stdout == ""

@@ -1,9 +1,11 @@
-"""What a run writes: adapters and models that mlx-lm loads, metrics, a trace, and the terminal."""
+"""What ranks write together: whole models, their lines of the metrics, a trace, and the terminal.
+
+Adapters and metrics of one process are in ``tests/unit/training/test_written.py``.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,9 @@ from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
-from testbed.jobs import ROOT, Job
+from testbed.jobs import Job
 from testbed.runs import events, in_file
-from tests.helpers.models_and_batches import load_arrays, load_weights
+from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import train_well
 from tests.helpers.shown import lacking
 
@@ -41,30 +43,17 @@ def lora(small: Path, pirate: Path, directory: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Path) -> None:
-    """Full fine-tunes, and runs that start from what others left, on two stages."""
-    for name in ("full", "tied"):
-        (directory / name).mkdir()
-        (directory / name / "notes.txt").write_text("mine")
+def whole(small: Path, small_tied: Path, pirate: Path, directory: Path) -> None:
+    """Full fine-tunes on two stages."""
     full: Arguments = ["--data", pirate, *TRAIN, "--fine-tune-type", "full"]
     everything = in_file(directory / "everything.yaml", unfreeze_all=True)
-    still: Arguments = [
-        "--data",
-        pirate,
-        *OPTIONS,
-        "--train",
-        "--iters",
-        "1",
-        "--learning-rate",
-        "1e-8",
-    ]
     runs: dict[str, Arguments] = {
         "full": ["--model", small, *full],
         "tied": ["--model", small_tied, *full, *everything, "--schedule", "zb-v"],
-        "resumed": ["--model", small, *still, "--resume-adapter-file", "lora/adapters.safetensors"],
-        "continued": ["--model", directory / "full", *still],
     }
     for name, run in runs.items():
+        (directory / name).mkdir()
+        (directory / name / "notes.txt").write_text("mine")
         files: Arguments = ["--adapter-path", directory / name, "--metrics-file", f"{name}.jsonl"]
         train_well(2, *run, *files, cwd=directory)
 
@@ -84,36 +73,11 @@ def loss_in_mlx_lm(model: Path, adapters: Path | None, data: Path) -> float:
     return float(loss)
 
 
-def test_adapters_have_the_names_and_files_of_mlx_lm(lora: Job, directory: Path) -> None:
-    adapters = directory / "lora"
-    assert sorted(path.name for path in adapters.iterdir()) == [
-        "0000002_adapters.safetensors",
-        "0000004_adapters.safetensors",
-        "adapter_config.json",
-        "adapters.safetensors",
-    ]
-    config = json.loads((adapters / "adapter_config.json").read_text())
-    assert config["fine_tune_type"] == "lora"
-    assert config["num_layers"] == -1
-    assert config["lora_parameters"] == {"rank": 8, "dropout": 0.0, "scale": 20.0}
-    last, copy = (adapters / f"{name}adapters.safetensors" for name in ("", "0000004_"))
-    assert last.read_bytes() == copy.read_bytes()
-    assert {int(name.split(".")[2]) for name in load_arrays(last)} == set(range(5))
-
-
-def test_adapters_load_in_mlx_lm_with_the_loss_at_the_end_of_training(
-    lora: Job, small: Path, pirate: Path, directory: Path
-) -> None:
-    expected = final_loss(directory / "new", "lora")
-    assert loss_in_mlx_lm(small, directory / "lora", pirate) == pytest.approx(expected, rel=1e-6)
-    assert loss_in_mlx_lm(small, None, pirate) != pytest.approx(expected, rel=1e-3)
-
-
 @pytest.mark.parametrize(("name", "start"), [("full", "small"), ("tied", "small_tied")])
 def test_a_full_fine_tune_is_a_model_directory_for_mlx_lm(
     name: str,
     start: str,
-    others: None,
+    whole: None,
     pirate: Path,
     directory: Path,
     request: pytest.FixtureRequest,
@@ -136,32 +100,6 @@ def test_a_full_fine_tune_is_a_model_directory_for_mlx_lm(
     # mlx-lm's "full" trains the decoder layers.
     layers = {key for key in before if key.startswith("model.layers.")}
     assert changed == (before.keys() if name == "tied" else layers)
-
-
-def test_training_starts_from_adapters(others: None, directory: Path) -> None:
-    before = final_loss(directory / "new", "lora")
-    assert final_loss(directory, "resumed") == pytest.approx(before, rel=1e-5)
-
-
-def test_training_starts_from_a_full_fine_tune(others: None, directory: Path) -> None:
-    assert final_loss(directory, "continued") == pytest.approx(
-        final_loss(directory, "full"), rel=1e-5
-    )
-
-
-def test_metrics_have_a_line_for_every_event(lora: Job, directory: Path) -> None:
-    lines = [json.loads(line) for line in (directory / "new/lora.jsonl").read_text().splitlines()]
-    steps = [(line["event"], line.get("step")) for line in lines]
-    assert steps == [
-        ("start", 0),
-        ("val", 1),
-        ("train", 2),
-        ("val", 3),
-        ("val", 4),
-        ("train", 4),
-        ("summary", None),
-        ("test", None),
-    ]
 
 
 def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
@@ -190,38 +128,27 @@ def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
     assert len(start["memory_limits"]) == 2
 
 
-def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Path) -> None:
+def test_each_rank_has_its_times_and_its_memory_beside_its_plan_and_its_limits(
+    lora: Job, directory: Path
+) -> None:
     lines = events(directory / "new/lora.jsonl", "train")
     fields = ["event", "step", "loss", "tokens", "tokens_per_second", "learning_rate", "grad_norm"]
     fields += ["step_seconds", "bubble", "shapes", "ranks"]
     of_rank = ["rank", "compute_seconds", "exposed_comm_seconds", "idle_seconds"]
-    limits = events(directory / "new/lora.jsonl", "start")[-1]["memory_limits"]
+    plans = events(directory / "new/lora.jsonl", "start")[-1]["memory_limits"]
     for line in lines:
         assert set(fields) <= line.keys()
         assert all(line[field] > 0 for field in ("loss", "tokens", "step_seconds", "grad_norm"))
         assert line["learning_rate"] == pytest.approx(1e-2)
         assert 0 <= line["bubble"] < 1
         assert [rank["rank"] for rank in line["ranks"]] == [0, 1]
-        for rank, planned in zip(line["ranks"], limits, strict=True):
+        for rank, planned in zip(line["ranks"], plans, strict=True):
             assert set(of_rank) <= rank.keys()
             assert 0 < rank["peak_memory_bytes"] < 1.1 * planned["planned_peak_bytes"]
             assert 0 < rank["active_memory_bytes"] <= rank["peak_memory_bytes"]
             parts = [rank[part] for part in of_rank[1:]]
             assert min(parts) >= 0 < sum(parts)
     assert lines[0]["tokens"] != lines[1]["tokens"]
-
-
-def test_the_page_of_the_metrics_names_their_fields(lora: Job, directory: Path) -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    for event in ("start", "train", "val", "test", "summary"):
-        line = events(directory / "new/lora.jsonl", event)[-1]
-        (fields,) = re.findall(rf"^\| `{event}` \| [^|]* \| (.*) \|$", page, re.MULTILINE)
-        assert line.keys() - {"event", "time"} == {*re.findall(r"`(\w+)`", fields)}, event
-
-
-def test_the_summary_has_the_memory_of_every_rank_beside_its_plan_and_its_limits(
-    lora: Job, directory: Path
-) -> None:
     (summary,) = events(directory / "new/lora.jsonl", "summary")
     for rank, limits in zip(summary["ranks"], summary["memory_limits"], strict=True):
         assert 0 < limits["planned_peak_bytes"] < limits["memory_limit_bytes"]

@@ -1,0 +1,138 @@
+"""What a run writes: adapters and models that mlx-lm loads, and metrics.
+
+What ranks write together is in ``tests/mpi/test_outputs.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm import load
+from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+from mlx_lm.tuner.trainer import evaluate
+
+from shardmlx.config.train import TrainConfig
+from shardmlx.training.command import train_model
+from testbed.jobs import ROOT
+from testbed.runs import events
+from tests.helpers.local_transport import alone
+from tests.helpers.models_and_batches import load_arrays
+
+Options = dict[str, Any]
+
+TESTED: Options = {"num_layers": -1, "batch_size": 4, "max_seq_length": 64}
+TESTED |= {"train": True, "test": True, "test_batches": -1}
+TRAINED: Options = {"iters": 4, "learning_rate": 1e-2, "save_every": 2}
+TRAINED |= {"steps_per_report": 2, "steps_per_eval": 3, **TESTED}
+STILL: Options = {"iters": 1, "learning_rate": 1e-8, **TESTED}
+"""A run that tests what it starts from."""
+
+
+class Runs:
+    """Runs of one process, each in a directory of its own."""
+
+    def __init__(self, directory: Path, data: Path) -> None:
+        self._directory = directory
+        self._data = data
+
+    def train(self, name: str, model: Path, options: Options) -> None:
+        place = {"adapter_path": str(self.output(name)), "metrics_file": str(self.metrics(name))}
+        given = {"model": str(model), "data": str(self._data), **place}
+        config = TrainConfig.from_flat(**options, **given)
+        alone(lambda rank: train_model(config, rank))
+
+    def output(self, name: str) -> Path:
+        return self._directory / name
+
+    def metrics(self, name: str) -> Path:
+        return self._directory / f"new-{name}" / "metrics.jsonl"
+
+    def final_loss(self, name: str) -> float:
+        (event,) = events(self.metrics(name), "test")
+        loss: float = event["loss"]
+        return loss
+
+
+@pytest.fixture(scope="module")
+def runs(pirate: Path, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """With a run with adapters in it."""
+    runs = Runs(tmp_path_factory.mktemp("written"), pirate)
+    runs.train("lora", small, TRAINED)
+    return runs
+
+
+def loss_in_mlx_lm(model: Path, adapters: Path | None, data: Path) -> float:
+    """Of the test set, as mlx-lm loads the model and computes it."""
+    loaded, tokenizer = load(str(model), adapter_path=adapters and str(adapters))
+    options = SimpleNamespace(data=str(data), train=False, test=True)
+    _, _, test = load_dataset(options, tokenizer)
+    loss = evaluate(loaded, CacheDataset(test), batch_size=4, num_batches=-1, max_seq_length=64)
+    return float(loss)
+
+
+def test_adapters_have_the_names_and_files_of_mlx_lm(runs: Runs) -> None:
+    adapters = runs.output("lora")
+    assert sorted(path.name for path in adapters.iterdir()) == [
+        "0000002_adapters.safetensors",
+        "0000004_adapters.safetensors",
+        "adapter_config.json",
+        "adapters.safetensors",
+    ]
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    assert config["fine_tune_type"] == "lora"
+    assert config["num_layers"] == -1
+    assert config["lora_parameters"] == {"rank": 8, "dropout": 0.0, "scale": 20.0}
+    last, copy = (adapters / f"{name}adapters.safetensors" for name in ("", "0000004_"))
+    assert last.read_bytes() == copy.read_bytes()
+    assert {int(name.split(".")[2]) for name in load_arrays(last)} == set(range(5))
+
+
+def test_adapters_load_in_mlx_lm_with_the_loss_at_the_end_of_training(
+    runs: Runs, small: Path, pirate: Path
+) -> None:
+    expected = runs.final_loss("lora")
+    assert loss_in_mlx_lm(small, runs.output("lora"), pirate) == pytest.approx(expected, rel=1e-6)
+    assert loss_in_mlx_lm(small, None, pirate) != pytest.approx(expected, rel=1e-3)
+
+
+def test_training_starts_from_adapters(runs: Runs, small: Path) -> None:
+    start = str(runs.output("lora") / "adapters.safetensors")
+    runs.train("resumed", small, STILL | {"resume_adapter_file": start})
+    assert runs.final_loss("resumed") == pytest.approx(runs.final_loss("lora"), rel=1e-5)
+
+
+def test_training_starts_from_a_full_fine_tune_which_mlx_lm_loads(
+    runs: Runs, small: Path, pirate: Path
+) -> None:
+    runs.train("full", small, TRAINED | {"fine_tune_type": "full"})
+    expected = runs.final_loss("full")
+    assert loss_in_mlx_lm(runs.output("full"), None, pirate) == pytest.approx(expected, rel=1e-6)
+    runs.train("continued", runs.output("full"), STILL)
+    assert runs.final_loss("continued") == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_have_a_line_for_every_event(runs: Runs) -> None:
+    lines = [json.loads(line) for line in runs.metrics("lora").read_text().splitlines()]
+    assert [(line["event"], line.get("step")) for line in lines] == [
+        ("start", 0),
+        ("val", 1),
+        ("train", 2),
+        ("val", 3),
+        ("val", 4),
+        ("train", 4),
+        ("summary", None),
+        ("test", None),
+    ]
+
+
+def test_the_page_of_the_metrics_names_their_fields(runs: Runs) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for event in ("start", "train", "val", "test", "summary"):
+        line = events(runs.metrics("lora"), event)[-1]
+        (fields,) = re.findall(rf"^\| `{event}` \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+        assert line.keys() - {"event", "time"} == {*re.findall(r"`(\w+)`", fields)}, event
