@@ -7,6 +7,7 @@ then the same as on one machine, and the rest of the model is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -265,13 +266,20 @@ class Slice:
         self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]
     ) -> mx.array:
         """Return ``run()`` with ``arrays`` in the place of the parameters ``names``."""
-        before = [self[name] for name in names]
-        for name, array in zip(names, arrays, strict=True):
+        with self.holding(dict(zip(names, arrays, strict=True))):
+            return run()
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, mx.array]) -> Iterator[None]:
+        """Have ``weights`` in the place of the parameters of these names in a block: graphs that it
+        builds read them."""
+        before = {name: self[name] for name in weights}
+        for name, array in weights.items():
             self[name] = array
         try:
-            return run()
+            yield
         finally:
-            for name, array in zip(names, before, strict=True):
+            for name, array in before.items():
                 self[name] = array
 
     def __call__(

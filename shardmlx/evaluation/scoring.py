@@ -27,15 +27,19 @@ Sequences = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens after a sequence's first, and which are likeliest: (T - 1,)."""
+    """Log-probabilities of tokens after a sequence's first, and which are likeliest: (T - 1,). In
+    the places of these, the likeliest k tokens, ``top``, int32 (T - 1, k), and their
+    log-probabilities ``top_logprobs``, the likeliest first."""
 
     logprobs: np.ndarray
     is_likeliest: np.ndarray
+    top: np.ndarray
+    top_logprobs: np.ndarray
 
 
 class Scorer:
     """A rank's part in scoring, ``rows`` and ``chunk`` positions at a time: rank i has stage i, or
-    a share of a stage in a ``mesh`` of such."""
+    a share of a stage in a ``mesh`` of such. Ranks beyond the mesh have no part in it."""
 
     def __init__(
         self, transport: Transport, part: Slice, rows: int, chunk: int, mesh: Mesh | None = None
@@ -43,13 +47,22 @@ class Scorer:
         self._transport = transport
         self._part = part
         self._rows, self._chunk = rows, chunk
-        self._sharing = (mesh or Mesh(1, transport.size)).sharing(transport.rank)
+        self._mesh = mesh or Mesh(1, transport.size)
+        self._sharing = self._mesh.sharing(transport.rank)
         across = len(self._sharing)
         self._giver, self._taker = transport.rank - across, transport.rank + across
         self._outbox = Outbox(transport)
 
-    def score(self, sequences: Sequences) -> list[Scores]:
-        """Return, on rank 0, the sequences' scores. All ranks score the same ones."""
+    def score(self, sequences: Sequences, top: int = 0) -> list[Scores]:
+        """Return, on rank 0, the sequences' scores, with the ``top`` likeliest tokens. All ranks
+        score the same ones."""
+        mine = self._scored(sequences, top) if self._transport.rank < self._mesh.size else {}
+        everyone = self._transport.gather(mine, what="scores")
+        last = self._mesh.size - 1
+        return [] if everyone is None else [everyone[last][i] for i in range(len(sequences))]
+
+    def _scored(self, sequences: Sequences, top: int) -> dict[int, Scores]:
+        """Return the scores of sequences by number, on ranks of the last stage."""
         rank, name = self._transport.rank, self._transport.name
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
@@ -78,16 +91,15 @@ class Scorer:
                 hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
                 mx.eval(hidden)
             if self._part.is_last:
-                logprobs, likeliest = self._scores(hidden, tokens[:, 1:])
+                scores = self._scores(hidden, tokens[:, 1:], top)
                 for row, i in enumerate(batch):
                     count = len(sequences[i]) - 1
-                    mine[i] = Scores(logprobs[row, :count], likeliest[row, :count])
+                    mine[i] = Scores(*(each[row, :count] for each in scores))
             else:
                 self._outbox.send(hidden, self._taker, HIDDEN_TAG, doing)
                 self._outbox.drain(UNSENT)
         self._outbox.drain(0)
-        everyone = self._transport.gather(mine, what="scores")
-        return [] if everyone is None else [everyone[-1][i] for i in range(len(sequences))]
+        return mine
 
     def _receive(self, shape: tuple[int, ...]) -> tuple[mx.array, Handle] | None:
         if self._part.is_first:
@@ -95,20 +107,24 @@ class Scorer:
         buffer = new_buffer(shape, self._part.dtype)
         return buffer, self._transport.receive(buffer, self._giver, HIDDEN_TAG)
 
-    def _scores(self, hidden: mx.array, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities (rows, T) of ``targets``, and which are the likeliest."""
-        logprobs, likeliest = [], []
+    def _scores(self, hidden: mx.array, targets: np.ndarray, top: int) -> list[np.ndarray]:
+        """Return the fields of ``Scores`` for ``targets``, each (rows, T) or (rows, T, top)."""
+        found: list[list[np.ndarray]] = []
         wanted = mx.array(targets)
         positions = max(1, self._chunk // len(targets))  # logits are large
         for start in range(0, hidden.shape[1], positions):
             here = slice(start, start + positions)
             logits = self._part.logits(self._part.norm(hidden[:, here])).astype(mx.float32)
-            own = mx.take_along_axis(nn.log_softmax(logits), wanted[:, here, None], axis=-1)
+            logprobs = nn.log_softmax(logits)
+            own = mx.take_along_axis(logprobs, wanted[:, here, None], axis=-1)[..., 0]
             is_own = mx.argmax(logits, axis=-1) == wanted[:, here]
-            mx.eval(own, is_own)
-            logprobs.append(np.array(own[..., 0]))
-            likeliest.append(np.array(is_own))
-        return np.concatenate(logprobs, axis=1), np.concatenate(likeliest, axis=1)
+            likeliest = mx.zeros((*own.shape, 0), mx.int32)
+            if top:
+                likeliest = mx.argsort(-logprobs, axis=-1)[..., :top].astype(mx.int32)
+            of_likeliest = mx.take_along_axis(logprobs, likeliest, axis=-1)
+            mx.eval(own, is_own, likeliest, of_likeliest)
+            found.append([np.array(each) for each in (own, is_own, likeliest, of_likeliest)])
+        return [np.concatenate(each, axis=1) for each in zip(*found, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

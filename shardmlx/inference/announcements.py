@@ -20,17 +20,19 @@ class Announcer:
     """A rank's end of the announcements: those of the rank before, passed on to the next one.
 
     A number goes ahead: the bytes of the commands, which follow. A decode step that is its group's
-    last one once more has none: the number is -1 for group 0, -2 for group 1.
+    last one once more has none: the number is -1 for group 0, -2 for group 1. They go to the first
+    ``size`` ranks.
     """
 
     outbox: Outbox
+    size: int
     _last: dict[int, Decode] = field(default_factory=dict)
 
     def announce(self, commands: Commands, what: str) -> None:
         """Tell the next rank, if there is one. An error names this rank's work, ``what``."""
         transport = self.outbox.transport
         group = self._group_again(commands)
-        if (peer := transport.rank + 1) == transport.size:
+        if (peer := transport.rank + 1) == self.size:
             return
         if group is None:
             self.outbox.send_object(pickle.dumps(commands), peer, ANNOUNCEMENT_TAG, what)

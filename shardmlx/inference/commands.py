@@ -53,14 +53,19 @@ class PutBack:
     sequences: tuple[int, ...]
 
 
+NO_ADAPTER = 0
+"""The number of the model itself among adapters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Begin a ``sequence`` with the caches of a ``prefix``, or with empty ones. If it was not put
-    back, it has ``params``."""
+    back, it has ``params``. It is computed by an ``adapter``, of this number."""
 
     sequence: int
     params: SamplingParams | None = None
     prefix: CachedPrefix | None = None
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class LaterStage:
                     self._compute(told)
                 worker.item = None
             worker.outbox.drain(0)
+        worker.retract()
         worker.begin(None)
 
     def _compute(self, told: _Heard) -> None:

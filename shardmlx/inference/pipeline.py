@@ -56,6 +56,7 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.commands import (
+    NO_ADAPTER,
     Begin,
     Border,
     Command,
@@ -133,13 +134,25 @@ class FirstStage:
         return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
-        self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        context: int = 0,
+        adapter: int = NO_ADAPTER,
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
-        ``Scheduler.add``."""
-        self._sequences[sequence] = SequenceState([*tokens], params, context, len(tokens))
-        self._scheduler.add(sequence, len(tokens), params, context)
+        tokens that it may have, where the scheduler has a capacity or there are drafts; all ranks
+        have the ``adapter`` that computes it. Raises as ``Scheduler.add``."""
+        self._scheduler.add(sequence, len(tokens), params, context, adapter)
+        self._sequences[sequence] = SequenceState(
+            [*tokens], params, context, len(tokens), adapter=adapter
+        )
+
+    def has_prefilled(self, sequence: int) -> bool:
+        """Return whether all of a prompt but its last token has entered the first stage."""
+        known = self._sequences[sequence]
+        return known.position >= known.prompt - 1
 
     def cached(self, sequence: int) -> int:
         """Return how many prompt tokens came from the prefix cache, once a token has come."""
@@ -165,7 +178,7 @@ class FirstStage:
         self.drafted += known.drafts
         keep = self._prefix_cache is not None and known.position > 0
         if self._scheduler.finish(sequence, keep=keep, cut=cut) and self._prefix_cache is not None:
-            self._prefix_cache.keep(sequence, known.entered, known.borders)
+            self._prefix_cache.keep(sequence, known.entered, known.borders, known.adapter)
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
@@ -184,7 +197,7 @@ class FirstStage:
             return
         self._stored = keys
         self._tell((*commands, StoreKept(keys)))
-        files.write_index([*kept.values()])
+        files.write_index([each for each in kept.values() if each.adapter == NO_ADAPTER])
 
     def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
         """Keep sequences of which all stages have files, as far as there is room."""
@@ -201,26 +214,28 @@ class FirstStage:
         self._worker.outbox.drain(UNSENT)
         self._worker.do(commands)
 
-    def step(self) -> list[tuple[int, SampledToken]]:
-        """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
-        ``EngineError`` and what transports raise, with rank, stage and item."""
+    def step(self, *, begins: bool = True) -> list[tuple[int, SampledToken]]:
+        """Do what is to be done next, and return pairs of (sequence, token) that have come. Unless
+        it ``begins`` something, only what is under way comes to its end. Raises ``EngineError`` and
+        what transports raise, with rank, stage and item."""
         try:
-            return self._step()
+            return self._step(begins=begins)
         except Exception as error:
             with self._worker.named_errors():
                 raise error from error.__cause__
 
-    def _step(self) -> list[tuple[int, SampledToken]]:
+    def _step(self, *, begins: bool) -> list[tuple[int, SampledToken]]:
         if self._others:
             return [self._given(*self._others.popleft())]
         if came := self._take():
             return came
-        if self._issue_next() or not self._rounds:
+        if (begins and self._issue_next()) or not self._rounds:
             return []
         if not self._last:
             oldest = self._rounds[0]
             self._worker.sample_late(oldest.graph, oldest.void)
-        self._run_ahead()
+        if begins:
+            self._run_ahead()
         self._wait()
         return self._take()
 
@@ -234,10 +249,23 @@ class FirstStage:
                     self.finish(number)
                 yield number, text
 
+    def forget_adapter(self, adapter: int) -> None:
+        """Keep no sequence of an adapter any longer. None of those under way is affected."""
+        if self._prefix_cache is not None:
+            for number in self._prefix_cache.forget_adapter(adapter):
+                self._scheduler.news.drop(number)
+
+    @property
+    def is_resting(self) -> bool:
+        """True if no token is under way, though some may be to come."""
+        return not (self._rounds or self._others)
+
     def stop(self) -> None:
-        """Have all ranks return from ``LaterStage.run``, with all stored that is kept."""
+        """Have all ranks return from ``LaterStage.run``, with all stored that is kept. If the stage
+        ``is_resting``, they may go on later."""
         if self._worker.files is not None:
             self.keep_alive()
+        self._worker.retract()
         self._worker.announce((Stop(),))
         self._worker.outbox.drain(0)
         self._worker.begin(None)
@@ -415,8 +443,9 @@ class FirstStage:
     def _find_prefix(self, number: int) -> FoundPrefix:
         assert self._prefix_cache is not None
         tokens = self._sequences[number].tokens
-        borders = self._prefix_cache.borders(tokens)
-        prefix = self._prefix_cache.take(tokens)
+        adapter = self._sequences[number].adapter
+        borders = self._prefix_cache.borders(tokens, adapter)
+        prefix = self._prefix_cache.take(tokens, adapter)
         return FoundPrefix(prefix, borders, self._room_forgotten())
 
     def _room_forgotten(self) -> list[int]:
@@ -428,5 +457,5 @@ class FirstStage:
 
 
 def _keys(kept: Mapping[int, KeptPrefix]) -> tuple[tuple[int, str], ...]:
-    """Return the kept sequences, each with the name of its files."""
-    return tuple((number, each.key) for number, each in kept.items())
+    """Return the kept sequences that no adapter computed, each with the name of its files."""
+    return tuple((number, each.key) for number, each in kept.items() if each.adapter == NO_ADAPTER)

@@ -45,15 +45,17 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """A kept sequence, with copies of states after so many tokens as its ``borders`` say."""
+    """A kept sequence, with copies of states after so many tokens as its ``borders`` say. It was
+    computed by an ``adapter``: its number, 0 for none."""
 
     tokens: np.ndarray
     borders: tuple[int, ...]
+    adapter: int = 0
 
     @classmethod
-    def of(cls, tokens: Sequence[int], borders: Sequence[int] = ()) -> KeptPrefix:
+    def of(cls, tokens: Sequence[int], borders: Sequence[int] = (), adapter: int = 0) -> KeptPrefix:
         """Return the one of these tokens."""
-        return cls(np.array(tokens, np.int32), tuple(borders))
+        return cls(np.array(tokens, np.int32), tuple(borders), adapter)
 
     @property
     def key(self) -> str:
@@ -99,9 +101,11 @@ class PrefixCache:
             quantised=sys.maxsize if quantisation is None else quantisation.border,
         )
 
-    def keep(self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = ()) -> None:
-        """Keep a sequence; ``tokens`` are those that have entered its caches."""
-        kept = KeptPrefix.of(tokens, borders)
+    def keep(
+        self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = (), adapter: int = 0
+    ) -> None:
+        """Keep a sequence; ``tokens`` are those that have entered its caches, by an ``adapter``."""
+        kept = KeptPrefix.of(tokens, borders, adapter)
         self.kept[sequence] = kept
         self.tokens += held(len(kept.tokens))
         self._copies += 1 + len(kept.borders)
@@ -111,23 +115,35 @@ class PrefixCache:
         self.tokens -= held(len(kept.tokens))
         self._copies -= 1 + len(kept.borders)
 
-    def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
+    def forget_adapter(self, adapter: int) -> list[int]:
+        """Forget the sequences of an adapter; return their numbers."""
+        gone = [sequence for sequence, kept in self.kept.items() if kept.adapter == adapter]
+        for sequence in gone:
+            self._forget(sequence)
+        return gone
+
+    def borders(self, prompt: Sequence[int], adapter: int = 0) -> tuple[int, ...]:
+        """Return after how many tokens of ``prompt``, by an ``adapter``, a copy of states is to be
+        kept, in order."""
         if not self.has_borders:
             return ()
         common = (
-            common_length(kept.tokens, np.array(prompt, np.int32)) for kept in self.kept.values()
+            common_length(kept.tokens, np.array(prompt, np.int32))
+            for kept in self.kept.values()
+            if kept.adapter == adapter
         )
         last = len(prompt) - 1 - self.shortest
         wanted = {last, max(common, default=0)}
         return tuple(sorted(each for each in wanted if self.shortest <= each <= last))
 
-    def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest kept prefix of ``prompt`` but for its last token, whose logits are
-        wanted. A sequence that is taken as a whole is kept no longer."""
+    def take(self, prompt: Sequence[int], adapter: int = 0) -> CachedPrefix | None:
+        """Return the longest kept prefix of ``prompt``, by an ``adapter``, but for its last token,
+        whose logits are wanted. A sequence that is taken as a whole is kept no longer."""
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
         for sequence, kept in self.kept.items():
+            if kept.adapter != adapter:
+                continue
             length = common_length(kept.tokens, wanted)
             is_whole = length == len(kept.tokens)
             if not is_whole and len(kept.tokens) >= self.trimmable:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shardmlx.inference.commands import (
+    NO_ADAPTER,
     Begin,
     Border,
     Command,
@@ -54,13 +55,15 @@ NOTHING_FOUND = FoundPrefix()
 @dataclass(slots=True)
 class _Sequence:
     """A sequence of so many ``tokens``, of which ``left`` are still to be computed as a prompt, and
-    which may become ``context``. Stages get its ``params`` with its first chunk alone."""
+    which may become ``context``. Stages get its ``params`` with its first chunk alone. It is
+    computed by an ``adapter``."""
 
     number: int
     tokens: int
     left: int
     context: int
     params: SamplingParams | None
+    adapter: int = NO_ADAPTER
     borders: Sequence[int] = ()
     is_known: bool = False
     awaits: bool = False
@@ -73,8 +76,10 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Sequences that advance together. ``in_flight`` while a token of them is being computed."""
+    """Sequences of one ``adapter`` that advance together. ``in_flight`` while a token of them is
+    being computed."""
 
+    adapter: int = NO_ADAPTER
     sequences: list[int] = field(default_factory=list)
     joining: list[int] = field(default_factory=list)
     in_flight: bool = False
@@ -95,7 +100,8 @@ class Scheduler:
     groups are full when they take their turns; with ``patience`` at most so many chunks come
     between two decode steps. Where KV caches are ``quantised``, after so many tokens, a chunk ends.
     ``find_prefix`` says what the prefix cache holds of the prompt of a sequence whose turn has
-    come. ``news`` are told with the next item.
+    come. ``news`` are told with the next item. Sequences of several adapters take turns: where
+    these are more than ``groups``, so are the groups.
     """
 
     groups: int
@@ -132,14 +138,15 @@ class Scheduler:
         tokens: int,
         params: SamplingParams | None = None,
         context: int = 0,
+        adapter: int = NO_ADAPTER,
     ) -> None:
-        """Queue a prompt of so many tokens, which may become ``context``. Raises ``ValueError`` if
-        it has none, or would never have room in ``capacity``."""
+        """Queue a prompt of so many tokens, which may become ``context``, by an ``adapter``. Raises
+        ``ValueError`` if it has none, or would never have room in ``capacity``."""
         if tokens < 1:
             raise ValueError(f"a prompt of {tokens} tokens")
         if self.capacity is not None and held(context) > self.capacity:
             raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
-        self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
+        self._waiting.append(_Sequence(sequence, tokens, tokens, context, params, adapter))
 
     @property
     def has_prompt(self) -> bool:
@@ -286,8 +293,15 @@ class Scheduler:
         for sequence in found.forgotten:
             self.news.drop(sequence)
         params = None if prompt.is_known else prompt.params
-        return Begin(prompt.number, params, found.prefix)
+        return Begin(prompt.number, params, found.prefix, prompt.adapter)
 
     def _join(self, sequence: int) -> None:
-        smallest = min(self._groups, key=lambda group: (group.size, group.in_flight))
+        adapter = self._open[sequence].adapter
+        fitting = [each for each in self._groups if not each.size or each.adapter == adapter]
+        if not fitting:
+            self._turns.append(len(self._groups))
+            self._groups.append(_DecodeGroup())
+            fitting = self._groups[-1:]
+        smallest = min(fitting, key=lambda group: (group.size, group.in_flight))
+        smallest.adapter = adapter
         smallest.joining.append(sequence)

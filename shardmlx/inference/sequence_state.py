@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardmlx.inference.commands import NO_ADAPTER
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.rounds import Round
@@ -16,7 +17,8 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 class SequenceState:
     """A sequence that may become ``context`` tokens, if that is known and not 0. Its first
     ``prompt`` tokens were given; those up to ``position`` have entered, those up to ``cached`` are
-    of the prefix cache. Stages have copies of the states at ``borders``."""
+    of the prefix cache. Stages have copies of the states at ``borders``. It is computed by an
+    ``adapter``."""
 
     tokens: list[int]
     params: SamplingParams
@@ -26,6 +28,7 @@ class SequenceState:
     cached: int = 0
     borders: tuple[int, ...] = ()
     drafts: DraftCounts = NO_DRAFTS
+    adapter: int = NO_ADAPTER
 
     @property
     def has_begun(self) -> bool:

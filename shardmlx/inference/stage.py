@@ -23,6 +23,7 @@ from shardmlx.distributed.messages import (
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import EngineError, one_line
+from shardmlx.inference.adapters import Adapters
 from shardmlx.inference.announcements import Announcer
 from shardmlx.inference.commands import (
     Begin,
@@ -94,7 +95,7 @@ class StageWorker:
     ``part`` holds the stage's layers. The first rank of those that share the last stage samples,
     by its ``sampler``. Without shares it has the model's ``head`` if that drafts: the last of
     ``caches`` is then the head's. Kept sequences have ``files`` where they outlive the job.
-    ``item`` is at work now: errors name it.
+    ``item`` is at work now: errors name it. ``adapters`` are those by which sequences are computed.
     """
 
     transport: Transport
@@ -105,20 +106,22 @@ class StageWorker:
     head: DraftHead | None = None
     item: Item | None = None
     mesh: Mesh | None = None
+    adapters: Adapters = field(init=False)
     announcer: Announcer = field(init=False)
 
     def __post_init__(self) -> None:
         rank = self.transport.rank
         mesh = self.mesh or Mesh(1, self.transport.size)
+        self.adapters = Adapters(self.part)
         self.stage = mesh.coordinates(rank)[1]
         self.last = mesh.rank(0, mesh.pp - 1)  # which samples
         self._sharing = mesh.sharing(rank)
         self._is_last = self.part.is_last and rank == self.last
-        is_alone = self.transport.size == 1 and self.head is None
+        is_alone = mesh.size == 1 and self.head is None
         self._is_whole = self.part.is_first and self.part.is_last and is_alone
         self._steps = 0
         self.outbox = Outbox(self.transport)
-        self.announcer = Announcer(self.outbox)
+        self.announcer = Announcer(self.outbox, mesh.size)
         self._foreseen: dict[int, ItemGraph] = {}
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
@@ -155,13 +158,16 @@ class StageWorker:
                 self.caches.cut(command.sequence, command.count)
             case Keep():
                 self.sampler.close(command.sequences)
+                self.adapters.close(command.sequences)
                 self.caches.keep(command)
             case PutBack():
                 self.caches.drop(command.sequences)
             case Drop():
                 self.sampler.close(command.sequences)
+                self.adapters.close(command.sequences)
                 self.caches.drop(command.sequences)
             case Begin():
+                self.adapters.begin(command)
                 self.caches.begin(command)
                 if command.params is not None and self._is_last:
                     self.sampler.open(command.sequence, command.params)
@@ -216,18 +222,19 @@ class StageWorker:
         caches = self.caches.of(item)
         of_layers = caches if self.head is None else caches[:-1]
         backup = Backup(of_layers) if is_foreseen else None
-        if self._is_whole and item.samples and item.length == 1:
-            logits = self.part.step(inputs, of_layers)
-            graph = ItemGraph(item, inputs, logits, logits, self._due(of_layers), caches)
-            return self._sampled(graph, is_ahead=is_ahead)
-        states = outputs = self.part.extend(inputs, of_layers)
+        with self.adapters.of(item.sequences) as part:
+            if self._is_whole and item.samples and item.length == 1:
+                logits = part.step(inputs, of_layers)
+                graph = ItemGraph(item, inputs, logits, logits, self._due(of_layers), caches)
+                return self._sampled(graph, is_ahead=is_ahead)
+            states = outputs = part.extend(inputs, of_layers)
+            if self._is_last and item.samples:
+                outputs = part.last_logits(states, item.length)
         if self.head is not None and isinstance(item, Prefill) and not item.samples:
             self.head.enter(mx.array([item.following]), states, caches[-1])
         # The next chunk needs all keys and values, and nothing else of the last layer.
         evaluated = self._due(of_layers) if item.samples else [cache.state for cache in caches]
-        if self._is_last and item.samples:
-            outputs = self.part.last_logits(outputs, item.length)
-        elif item.samples or not self.part.is_last:
+        if not self._is_last and (item.samples or not self.part.is_last):
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
         graph = ItemGraph(item, inputs, states, outputs, evaluated, caches, backup)
@@ -375,7 +382,7 @@ class StageWorker:
 
     def announce(self, commands: Commands) -> None:
         """Tell the next rank, if there is one, what comes next."""
-        if self.transport.size > 1:
+        if self.announcer.size > 1:
             self.announcer.announce(commands, self._doing())
 
     def heard(self, announcement: Handle) -> Commands:

@@ -22,6 +22,8 @@ from tests.helpers.models_and_batches import tiny_model
 
 LENGTHS = [2, 30, 7, 19, 30, 3, 12]
 
+TOP = 3
+
 
 def sequences() -> list[list[int]]:
     random = np.random.RandomState(4)
@@ -31,8 +33,12 @@ def sequences() -> list[list[int]]:
 def expected(model: nn.Module, tokens: list[int]) -> Scores:
     logits = model(mx.array(tokens[:-1])[None]).astype(mx.float32)[0]
     targets = mx.array(tokens[1:])
-    own = mx.take_along_axis(nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
-    return Scores(np.array(own), np.array(mx.argmax(logits, axis=-1) == targets))
+    logprobs = nn.log_softmax(logits)
+    own = mx.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    likeliest = mx.argsort(-logprobs, axis=-1)[:, :TOP]
+    of_likeliest = mx.take_along_axis(logprobs, likeliest, axis=-1)
+    is_likeliest = mx.argmax(logits, axis=-1) == targets
+    return Scores(*map(np.array, (own, is_likeliest, likeliest, of_likeliest)))
 
 
 @pytest.mark.parametrize("ranges", [[(0, 4)], [(0, 1), (1, 3), (3, 4)]], ids=str)
@@ -42,13 +48,15 @@ def test_scores_of_stages_are_those_of_the_model(family: str, ranges: list[Any])
 
     def work(transport: LocalTransport) -> list[Scores]:
         scorer = Scorer(transport, Slice(build(CONFIGS[family]), *ranges[transport.rank]), 3, 8)
-        return scorer.score(sequences())
+        return scorer.score(sequences(), TOP)
 
     found = LocalNetwork(len(ranges), timeout=20).run(work)[0]
     for scores, tokens in zip(found, sequences(), strict=True):
         theirs = expected(model, tokens)
         assert np.allclose(scores.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-5)
         assert scores.is_likeliest.tolist() == theirs.is_likeliest.tolist()
+        assert scores.top.tolist() == theirs.top.tolist()
+        assert np.allclose(scores.top_logprobs, theirs.top_logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_likeliest_tokens_are_known() -> None:
@@ -64,7 +72,8 @@ def test_the_likeliest_tokens_are_known() -> None:
 
 
 def test_perplexity_counts_each_token_once_from_the_start_of_the_answer() -> None:
-    halves = Scores(np.log([0.5, 0.25, 0.5]), np.zeros(3, bool))
+    none = np.zeros((3, 0))
+    halves = Scores(np.log([0.5, 0.25, 0.5]), np.zeros(3, bool), none, none)
     found = perplexity_of([([1, 2, 3, 4], 0), ([1, 2, 3, 4], 3)], [halves, halves])
     assert found.tokens == 4
     assert found.perplexity == pytest.approx(math.exp(math.log(2) * 5 / 4))

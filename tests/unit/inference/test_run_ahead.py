@@ -159,7 +159,7 @@ def test_a_step_that_repeats_the_last_one_of_its_group_is_a_single_message() -> 
     ]
 
     def work(transport: Transport) -> Any:
-        announcer = Announcer(Outbox(transport))
+        announcer = Announcer(Outbox(transport), transport.size)
         if transport.rank == 0:
             sent = []
             for commands in told:
