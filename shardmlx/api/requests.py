@@ -161,8 +161,8 @@ class SamplePrompt:
     """Generate ``count`` answers to a prompt by a ``snapshot``, or by the base if it is None.
 
     An answer ends with ``max_tokens``, with the token that completes one of the ``stop_strings``,
-    or with one of the ``stop_ids``; these are None for the tokenizer's ends. What ended it is part
-    of it: renderers of Tinker's cookbook look for it. ``top_k`` 0 and ``top_p`` 1 leave nothing
+    or with one of the ``stop_ids``; these are None for the tokenizer's ends. The answer holds that
+    token too: renderers of Tinker's cookbook look for it. ``top_k`` 0 and ``top_p`` 1 leave nothing
     out. Log-probabilities are the model's own, at temperature 1. The result is a ``SampleResult``.
     """
 
