@@ -49,6 +49,11 @@ _DATASET: Mapping[str, Check] = {
 }
 """Keys that ``mlx_lm.tuner.datasets`` reads, and our weight."""
 
+DYNAMIC = "dynamic"
+"""The word for a factor of the loss that follows the gradients."""
+
+_LOSS_SCALES = "give dynamic, or a number above 0"
+
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
 
@@ -180,6 +185,20 @@ def shares_of(text: str | None, ranks: int) -> tuple[int, ...]:
     complaint = f"{text}: --tensor-parallel {ranks} takes as many numbers from 1"
     refuse("tensor_shares", complaint, "give one for each rank that shares a layer", when=others)
     return shares
+
+
+def parse_loss_scale(text: str) -> float | str:
+    """Return the factor of the loss that a text means. Raises ``ValueError``."""
+    try:
+        return text if text == DYNAMIC else float(text)
+    except ValueError:
+        raise ValueError(_LOSS_SCALES) from None
+
+
+def check_loss_scale(value: float | str | None) -> None:
+    """Check that a factor of the loss is above 0. Raises ``OptionError``."""
+    is_none = isinstance(value, float) and value <= 0
+    refuse("loss_scale", f"is {value}", _LOSS_SCALES, when=is_none)
 
 
 def parse_lr_schedule(text: str) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from shardmlx.common.units import parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.checks import (
     check_hf_dataset,
+    check_loss_scale,
     check_lr_schedule,
     check_optimizer_config,
     checked_lora,
     filled_lr_schedule,
     opened_lr_schedules,
+    parse_loss_scale,
     rows_of,
     shares_of,
 )
@@ -192,6 +194,12 @@ class TrainConfig(Options):
     max_grad_norm: float | None = _pipeline(
         None, "clip the global gradient norm to this", metavar="NORM", above=0
     )
+    loss_scale: float | str | None = _pipeline(
+        None,
+        "factor of the loss, for float16: a number, or dynamic, which follows the gradients",
+        flag=False,
+        parse=parse_loss_scale,
+    )
     clear_cache_threshold: int = _training(
         0, "size above which MLX's cache is emptied", metavar="SIZE", minimum=0, parse=parse_bytes
     )
@@ -243,6 +251,7 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_config(self.tune.optimizer_config)
+        check_loss_scale(self.loss_scale)
         shares_of(self.layout.tensor_shares, self.layout.across)
         rows_of(self.batch.replica_rows)
         self.loss.check_objective()
@@ -261,6 +270,7 @@ class TrainConfig(Options):
             self._beside_layout(),
             self._beside_preferences(),
             self._of_adapters(),
+            self._of_loss_scale(),
             self._of_batches(),
         ):
             for other, name, is_refused, remedy in pairs:
@@ -340,6 +350,12 @@ class TrainConfig(Options):
             other = f"fine_tune_type {self.tune.fine_tune_type}"
             yield other, "unfreeze_all", self.tune.unfreeze_all, "use full"
             yield other, "master_weights", self.tune.master_weights, "leave it out"
+
+    def _of_loss_scale(self) -> Iterator[Pair]:
+        if self.loss_scale is not None:
+            # What is rounded off of scaled gradients would be added to those of another scale.
+            other = f"loss_scale {self.loss_scale}"
+            yield other, "sum_dtype", self.tune.keeps_errors, "use bfloat16"
 
     def _of_batches(self) -> Iterator[Pair]:
         exceeds = (self.batch.micro_batch_size or 0) > self.batch.batch_size

@@ -234,7 +234,9 @@ class Sums:
                 continue
             # Add into this rank's own piece, so that the sum ends there.
             into = mine if each is mine else total
-            total = each if total is None else np.add(total, each, out=into)
+            # An infinite gradient is found by the norm, and needs no warning here.
+            with np.errstate(invalid="ignore", over="ignore"):
+                total = each if total is None else np.add(total, each, out=into)
         step.sum = mine
         if rounds or (wire.is_shorter and exchange.gathers):
             step.sum = self._encoded(step, me)

@@ -22,6 +22,8 @@ class Gradients:
     time."""
 
     job: TrainingRun
+    _loss_scale: float = 1.0
+    """The factor of the losses of this update."""
     _shares: list[Share] = field(default_factory=list)
     _nonfinite_loss: str | None = None
 
@@ -33,16 +35,18 @@ class Gradients:
     @property
     def scale(self) -> float:
         """Factor from the stages' gradients to the mean gradient."""
-        return 1 / max(1, self.counted_steps)
+        return 1 / max(1, self.counted_steps) / self._loss_scale
 
-    def begin(self, step: int, share: Share) -> Step:
-        """Return the engine's part of one step, which is to be made before ``add``."""
+    def begin(self, step: int, share: Share, loss_scale: float) -> Step:
+        """Return the engine's part of one step, which is to be made before ``add``. The loss scale
+        of all steps of an update is the same."""
+        self._loss_scale = loss_scale
         set_baselines(self.job, [share])
         self._shares.append(share)
         return Step(
             self.job.engine,
             share.microbatches,
-            scale=1 / max(1, share.count),
+            scale=loss_scale / max(1, share.count),
             key=(self.job.planned.config.seed, step),
             reduce=step % self.job.planned.config.batch.grad_accumulation_steps == 0,
         )

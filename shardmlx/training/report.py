@@ -17,6 +17,7 @@ from shardmlx.planning.memory.limits import exceeded
 from shardmlx.planning.stragglers import Watch
 from shardmlx.training.evaluation import Evaluated
 from shardmlx.training.growth import Growth
+from shardmlx.training.loss_scale import LOSS_SCALE, LossScale
 from shardmlx.training.run_worker import RunWorker, StepAnswer
 from shardmlx.training.scores import in_words, means_of
 from shardmlx.training.start_event import facts_of
@@ -96,8 +97,11 @@ class TrainingReport:
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
 
-    def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
-        """Report the mean of the steps since the last report, and each rank's work."""
+    def step(
+        self, step: int, grad_norm: float | None, loss_scale: LossScale | None, bar: Bar
+    ) -> None:
+        """Report the mean of the steps since the last report, and each rank's work; the factor of
+        the loss, if there is one, is that of the next step."""
         tokens = self._tokens
         answers = [result.of_ranks() for result in self._steps]
         self._steps = []
@@ -126,6 +130,7 @@ class TrainingReport:
             "tokens_per_second": tokens / len(answers) / seconds,
             "learning_rate": float(self._job.optimizer.learning_rate.item()),
             "grad_norm": grad_norm,
+            **({} if loss_scale is None else {LOSS_SCALE: loss_scale.factor}),
             "skipped": self._skipped,
             "step_seconds": seconds,
             "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),

@@ -41,12 +41,13 @@ from shardmlx.training.snapshots import MissingTensors, Snapshots
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """A training step: its number, its ``rows`` unless they were sent ahead, and the rows of the
-    step after it, if there is one."""
+    """A training step: its number, its ``rows`` unless they were sent ahead, the rows of the step
+    after it, if there is one, and the factor of the loss."""
 
     step: int
     rows: Rows | None
     following: Rows | None
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class RunWorker:
         share = share_of(self.job.planned.plan, self._transport.rank, rows)
         self._last_share = share
         self._shapes.update(each.shape for each in share.microbatches if each.places is None)
-        return self._gradients.begin(order.step, share)
+        return self._gradients.begin(order.step, share, order.loss_scale)
 
     def end_step(self, results: Results) -> StepAnswer:
         """Take in what the engine made of the step that was begun, and make the update if it is

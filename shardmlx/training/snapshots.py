@@ -14,6 +14,7 @@ from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved
 from shardmlx.engine.optimizer import Updater
 from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.modelfiles.safetensors_header import Header
+from shardmlx.training.loss_scale import LOSS_SCALE
 from shardmlx.training.setup import TrainingRun
 
 WEIGHTS, OPTIMIZER, ERRORS, ISLAND = "weights", "optimizer", "errors", "island"
@@ -126,7 +127,7 @@ class Snapshots:
         ]
         state = self._found.manifest.state
         # Earlier versions could scale the loss, and so what was rounded off of its gradients.
-        if state.get("loss_scale", [1.0])[0] == 1.0:
+        if state.get(LOSS_SCALE, [1.0])[0] == 1.0:
             readings.append(TensorRequest(ERRORS, engine.reducer.errors.takes))
         if self._shared is not None and state.get(ISLAND):
             readings.append(TensorRequest(ISLAND, self._shared.takes))

@@ -26,6 +26,7 @@ from shardmlx.islands.island import Island, NoExchange, WeightExchange
 from shardmlx.islands.shared_weights import SharedWeights
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.evaluation import Evaluation, StopRequested
+from shardmlx.training.loss_scale import LOSS_SCALE, LossScale
 from shardmlx.training.outputs import Outputs
 from shardmlx.training.references import References
 from shardmlx.training.report import StepResult, TrainingReport
@@ -65,6 +66,7 @@ class Trainer:
         """True until an update comes after the last validation that counts."""
         self._is_sent_ahead = False
         self._exchange = exchange_of(crew)
+        self._loss_scale = LossScale.of(options.loss_scale)
         self._tokens = 0
         """Tokens that count in the steps since the last update."""
         self._grad_norm: float | None = None
@@ -136,8 +138,9 @@ class Trainer:
         if self._is_sent_ahead:
             following = self._draw(step + 1)
         orders: dict[tuple[int, int], StepOrder] = {}
+        factor = self._loss_scale.factor
         return [
-            orders.setdefault((id(own), id(after)), StepOrder(step, own, after))
+            orders.setdefault((id(own), id(after)), StepOrder(step, own, after, factor))
             for own, after in zip(rows, following, strict=True)
         ]
 
@@ -164,7 +167,8 @@ class Trainer:
         if self._bar is not None:
             self._bar.advance()
             if step % options.steps_per_report == 0 or step == options.iters:
-                self._report.step(step, self._grad_norm, self._bar)
+                scale = self._loss_scale if self._options.loss_scale is not None else None
+                self._report.step(step, self._grad_norm, scale, self._bar)
         if ends_update:
             self._checkpoints.mark(self._point(step, self._position))
         self._save_if_due(step)
@@ -250,6 +254,7 @@ class Trainer:
         self._checkpoints.restore()
         self._done = manifest.step
         self.best = Best(**state.get("best", {}))
+        self._loss_scale = self._loss_scale.restored(state.get(LOSS_SCALE))
         if "kept" in state or self.best.step is not None:
             self.outputs.restore(state.get("kept"), Best() if "kept" in state else self.best)
         self._is_validated = False
@@ -269,20 +274,36 @@ class Trainer:
         own = result.own
         self._grad_norm = own.norm
         if own.norm is not None and not math.isfinite(own.norm):
-            self._pass_over(step, _cause(result))
+            is_loss, what = _cause(result)
+            if self._loss_scale.can_fall and not is_loss:
+                self._skip_overflow(step, what)
+            else:
+                self._pass_over(step, what)
             return
         if not own.is_made:
             return
         if self._checkpoints.is_writing:
             self._checkpoints.waited(max(each.waited for each in result.of_ranks()))
+        self._loss_scale = self._loss_scale.after_update()
         self._soundness.count(made=True)
         self._is_validated = False
+
+    def _skip_overflow(self, step: int, what: str) -> None:
+        """Leave out the steps since the last update, whose loss had too large a factor."""
+        self._loss_scale = self._loss_scale.after_overflow()
+        self._reporter.say(
+            f"step {step}: {what}: the update is skipped, and the loss scaled by "
+            f"{self._loss_scale.factor:g}"
+        )
+        self._report.pass_over(self._options.batch.grad_accumulation_steps)
 
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
             is_short = self._job.planned.workload.dtype == "float16"
             advice = "give --dtype bfloat16" if is_short else "lower --learning-rate"
+            if self._loss_scale.factor > 1 and not self._loss_scale.is_dynamic:
+                advice = "give loss_scale: dynamic in the YAML file"
             advice += ", or pass over such steps with on_nan: skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
@@ -302,6 +323,7 @@ class Trainer:
             "report": self._report.state(),
             "best": asdict(self.best),
             "kept": self.outputs.state(),
+            **({} if self._options.loss_scale is None else {LOSS_SCALE: self._loss_scale.state()}),
             **({} if shared is None else {ISLAND: shared}),
             **position,
         }
@@ -402,11 +424,12 @@ class Trainer:
             write_chrome_trace(path, of_ranks, names)
 
 
-def _cause(result: StepResult) -> str:
-    """Return why the norm of a step's gradients is not finite: a loss is the closer cause."""
+def _cause(result: StepResult) -> tuple[bool, str]:
+    """Return why the norm of a step's gradients is not finite, and first whether a loss is not: it
+    is the closer cause."""
     answers = sorted(result.of_ranks(), key=lambda each: not each.is_loss)
-    causes = [each.cause for each in answers if each.cause]
-    return causes[0] if causes else "the norm of the gradient is not finite"
+    causes = [(each.is_loss, each.cause) for each in answers if each.cause]
+    return causes[0] if causes else (False, "the norm of the gradient is not finite")
 
 
 def exchange_of(crew: Crew[RunWorker]) -> WeightExchange:

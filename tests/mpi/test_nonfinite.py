@@ -62,3 +62,13 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
     assert all(math.isfinite(report["loss"]) for report in reports)
     (summary,) = events(tmp_path / "metrics.jsonl", "summary")
     assert summary["skipped"] == 1
+
+
+def test_or_lowers_the_factor_of_the_loss(flags: list[str | Path], tmp_path: Path) -> None:
+    scaled = in_file(tmp_path / "scaled.yaml", loss_scale="dynamic")
+    job = overflow(2, flags, "--pipeline-stages", "2", *scaled).well()
+    assert "step 3: the gradient of model.layers.4" in job.stdout
+    assert "the update is skipped, and the loss scaled by 32768" in job.stdout
+    reports = events(tmp_path / "metrics.jsonl", "train")
+    found = [(each["step"], each["skipped"], each["loss_scale"]) for each in reports]
+    assert found == [(1, 0, 65536), (2, 0, 65536), (4, 1, 32768), (5, 1, 32768)]

@@ -285,7 +285,7 @@ MAY_CHANGE = """
     attention_chunk loss_chunk clear_cache_threshold memory_limit stage_map pipeline_stages
     replica_rows pack partitioner schedule micro_batch_size metrics_file metrics_port
     metrics_host trace checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage
-    resume on_nan timeout hostfile data_parallel profile zero report_to
+    resume on_nan loss_scale timeout hostfile data_parallel profile zero report_to
     project_name trust_remote_code text_feature train config prompt_feature
     completion_feature chat_feature chosen_feature rejected_feature label_feature warmup hf_dataset
     loss_on mask_prompt show_data early_stop keep sweep tensor_parallel tensor_shares
