@@ -91,7 +91,7 @@ def plan_run(
         config = asked.with_iters(asked.steps_of(data.sizes()["train"]))
         run = replace(run, fine_tune=config.tune)
         reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
-    lengths = _lengths(config, data)
+    lengths = lengths_of(config, data)
     inputs = measure_again(crew, inputs, run.machines)
     planned, choice = _choose(config, run, inputs, lengths, crew.worker, reporter)
     check_valid(config, data.sizes())
@@ -249,7 +249,7 @@ def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> D
     return data
 
 
-def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
+def lengths_of(config: TrainConfig, data: DataSets) -> SequenceLengths:
     """Return the lengths of a step's sequences, and of forward-only ones."""
     most = config.batch.max_seq_length
     sets = [data.train] * config.tune.train + [data.valid] * (config.val_batches != 0)

@@ -72,13 +72,19 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         steps = [f"{plural(each.iters, 'step')} of {name}" for name, each in runs.items()]
         reporter.say(f"--epochs {config.epochs:g}: {', '.join(steps)}")
         planned = replace(planned, config=max(runs.values(), key=lambda each: each.iters))
-    if (replicas := planned.plan.mesh.dp) > 1:
+    check_replicas(config, planned.plan.mesh.dp, most)
+    return PlannedSweep(planned, runs, data)
+
+
+def check_replicas(config: TrainConfig, replicas: int, stages: int) -> None:
+    """Raise ``UserError`` if a sweep was planned for more replicas than one, which takes so many
+    pipeline stages."""
+    if replicas > 1:
         raise UserError(
             f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
             f"{replicas} replicas",
-            f"give --pipeline-stages {most}",
+            f"give --pipeline-stages {stages}",
         )
-    return PlannedSweep(planned, runs, data)
 
 
 def _read_data(

@@ -50,15 +50,12 @@ def refused(
     return line.removeprefix("shardmlx: error: ")
 
 
-def test_what_rank_0_finds_before_the_model_is_loaded(
+def test_what_rank_0_finds_in_the_plan_and_what_all_find_in_the_model(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
     line = refused(tmp_path, 2, "--memory-limit", "0.6MiB")
     assert line.startswith("rank ")
     assert "--memory-limit " in line
-
-
-def test_what_all_ranks_find(model: Path, data: Path, tmp_path: Path) -> None:
     (model / "config.json").unlink()
     assert "config.json" in refused(tmp_path, 2)
 

@@ -153,11 +153,9 @@ def test_losses_and_weights_are_those_of_one_rank(name: str, layout: str, result
         difference = distance(weights, expected_weights)
         assert difference <= (5e-2 if short else 1e-3) * length(expected_weights)
     assert result.norms() == pytest.approx(expected.norms(), rel=5e-2 if short else 1e-4)
-
-
-def test_dropout_changes_the_losses(results: Results) -> None:
-    losses = results["dropout", "one rank"].losses()
-    assert losses != pytest.approx(results["lora", "one rank"].losses(), rel=1e-3)
+    if name == "dropout":
+        plain = results["lora", "one rank"].losses()
+        assert expected.losses() != pytest.approx(plain, rel=1e-3), "it does something"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ from shardmlx.planning.facts.profile_file import read_profile
 from testbed.jobs import Job
 from testbed.runs import events
 from testbed.small_models import small_directory
-from tests.helpers.mpirun import mpirun, train
+from tests.helpers.mpirun import mpirun
 from tests.helpers.rank_pool import run_in_pool
 
 LAYERS = 3
@@ -77,23 +77,3 @@ def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, direc
         assert rank["peak_memory_bytes"] == pytest.approx(peak, rel=0.25)
     (start,) = events(directory / "metrics.jsonl", "start")
     assert 0 < start["schedule"]["makespan_seconds"] <= start["predicted"]["data"]["step_seconds"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--profile", "nowhere.json"], "cannot read nowhere.json"),
-        (
-            ["--profile", "profile.json", "--fine-tune-type", "full"],
-            "profile.json was measured with fine_tune_type 'lora', not 'full'",
-        ),
-        (["--partitioner", "hetero", "--schedule", "zb-v"], "one stage"),
-    ],
-)
-def test_a_profile_that_does_not_fit_the_run_is_refused(
-    arguments: list[str], message: str, measured: Job, model: Path, pirate: Path, directory: Path
-) -> None:
-    line = train(
-        2, "--model", model, "--data", pirate, "--num-layers", "-1", *arguments, cwd=directory
-    ).failure(2)
-    assert message in line

@@ -215,17 +215,23 @@ def test_the_same_layout_goes_on_to_the_bit(results: Results, run: str) -> None:
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", OTHERS[SGD])
-def test_any_other_layout_goes_on_with_the_losses_of_sgd(results: Results, layout: str) -> None:
-    whole, resumed = results[SGD, WHOLE].losses(), results[SGD, layout].losses()
-    assert len(resumed) == sum(step > SAVED_AT[SGD] for _, step in whole)
-    for key, loss in resumed.items():
-        assert loss == pytest.approx(whole[key], rel=EVALUATED), key
+@pytest.mark.parametrize(
+    ("run", "layout"), [(run, layout) for run in OTHERS for layout in OTHERS[run]]
+)
+def test_any_other_layout_goes_on_with_the_same_losses(
+    results: Results, run: str, layout: str
+) -> None:
+    agree = {ADAM: agree_with_adam, SGD: agree_with_sgd}[run]
+    agree(results[run, WHOLE], results[run, layout])
 
 
-@pytest.mark.parametrize("layout", OTHERS[ADAM])
-def test_any_other_layout_goes_on_with_the_losses_of_adam(results: Results, layout: str) -> None:
-    agree_with_adam(results[ADAM, WHOLE], results[ADAM, layout])
+def agree_with_sgd(whole: Result, resumed: Result) -> None:
+    """Assert that a resumed run has the losses of the whole one."""
+    expected = whole.losses()
+    losses = resumed.losses()
+    assert len(losses) == sum(step > SAVED_AT[SGD] for _, step in expected)
+    for key, loss in losses.items():
+        assert loss == pytest.approx(expected[key], rel=EVALUATED), key
 
 
 def agree_with_adam(whole: Result, resumed: Result) -> None:

@@ -130,7 +130,7 @@ def test_a_run_that_is_refused_lets_go_of_its_checkpoints(
     small_tied: Path, pirate: Path, tmp_path: Path
 ) -> None:
     """In a program that goes on, another run may use them."""
-    Run(tmp_path, 2, small_tied, pirate)
+    Run(tmp_path, 1, small_tied, pirate)
     with pytest.raises(AgreedError, match="beyond --iters 1"):
-        Run(tmp_path, 2, small_tied, pirate, iters=1)
-    assert Run(tmp_path, 2, small_tied, pirate, iters=4).store.steps()[-1] == 4
+        Run(tmp_path, 1, small_tied, pirate, iters=1)
+    assert Run(tmp_path, 1, small_tied, pirate, iters=4).store.steps()[-1] == 4

@@ -13,13 +13,17 @@ import pytest
 
 from shardmlx.common.units import MIB
 from shardmlx.config.train import TrainConfig
+from shardmlx.engine.batches import MOST_WIDTHS, few_widths
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.training import plan_run
+from shardmlx.training.datasets import read_data
+from testbed.rows import write
 from testbed.small_models import small_directory
+from tests.helpers.letters import Letters
 from tests.helpers.plans import chosen_for, planned_for
 
 
@@ -190,3 +194,16 @@ def test_without_a_validation_set_there_is_no_best(options: dict[str, Any]) -> N
         plan_run.check_valid(config, {"train": 8, "valid": 0, "test": 0})
     assert "my/rows has no validation set" in refused.value.problem
     plan_run.check_valid(config, {"train": 8, "valid": 1, "test": 0})
+
+
+def test_a_run_that_trains_has_few_widths_for_rows_of_many_lengths(tmp_path: Path) -> None:
+    """That they change no loss is in ``tests/unit/engine/test_batches.py``."""
+    rows = [{"text": "a" * length} for length in range(10, 1400, 30)]
+    data = write(tmp_path / "rows", train=rows, test=rows)
+    letters: Any = Letters()
+    for train in (True, False):
+        config = TrainConfig.from_flat(data=data, train=train, test=True, val_batches=0)
+        sets = read_data(config.wanted_data, letters, None)
+        lengths = plan_run.lengths_of(config, sets)
+        assert lengths.widths == (few_widths(sets.test.lengths, 2048) if train else ())
+        assert len(lengths.widths) == (MOST_WIDTHS if train else 0)

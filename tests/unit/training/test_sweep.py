@@ -18,9 +18,9 @@ from shardmlx.config.sweep import read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.training.command import train_model
-from shardmlx.training.setup import TrainingRun
+from shardmlx.training.sweep import check_replicas
 from tests.helpers.loaded_runs import loaded_runs
-from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.local_transport import LocalNetwork, LocalTransport, alone
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory, write_own_objective
 
@@ -64,7 +64,7 @@ def swept(
     return {**options, "sweep": str(file)}
 
 
-def alone(
+def by_itself(
     options: dict[str, Any], name: str, tmp_path: Path, runs: Mapping[str, Any] = RUNS
 ) -> dict[str, Any]:
     changes = runs[name]
@@ -94,7 +94,7 @@ def test_a_run_may_have_keys_of_the_adapters_as_options(
 def test_curves_and_adapters_are_those_of_their_own_runs(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = {name: curves(alone(options, name, tmp_path))[""] for name in RUNS}
+    expected = {name: curves(by_itself(options, name, tmp_path))[""] for name in RUNS}
     found = curves({**swept(options, tmp_path), "schedule": "interleaved-1f1b"}, ranks=2)
     assert found.keys() == expected.keys()
     for name, curve in found.items():
@@ -127,7 +127,7 @@ def test_runs_have_their_own_rows_and_objectives(
     steps = {name: curve[-1][1] for name, curve in found.items()}
     assert steps == {"masked": 2, "dpo": 2, "kto": 1}, "each by rows that are short enough"
     for name, curve in found.items():
-        expected = curves(alone(options, name, tmp_path, runs))[""]
+        expected = curves(by_itself(options, name, tmp_path, runs))[""]
         assert [each[:2] for each in curve] == [each[:2] for each in expected]
         losses = [each[2] for each in expected]
         assert [each[2] for each in curve] == pytest.approx(losses, rel=1e-5)
@@ -149,7 +149,7 @@ def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_p
     whole = curves(swept(options, tmp_path))
     shutil.rmtree(kept / "small" / "step-0000004")
     shutil.rmtree(kept / "steep")
-    found = curves(swept(options, tmp_path), ranks=2)
+    found = curves(swept(options, tmp_path))
     assert found.keys() == {"small", "steep"}, "the third has all its steps"
     for name, since in (("small", 4), ("steep", 1)):
         expected = [each for each in whole[name] if each[1] >= since]
@@ -157,22 +157,27 @@ def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_p
         assert [each[2] for each in found[name]] == pytest.approx([each[2] for each in expected])
 
 
+class FromTheFifthLookOn(LocalTransport):
+    """A rank that hears a signal when it is asked for the fifth time."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        super().__init__(network, rank)
+        self._looks = count(1)
+
+    def stop_requested(self) -> int | None:
+        return signal.SIGTERM if next(self._looks) > 4 else None
+
+
 def test_all_runs_stop_at_a_signal_that_some_hear_a_step_later(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
     options |= {"checkpoint_dir": str(tmp_path / "checkpoints"), "val_batches": 0}
-    heard = count(1)
-
-    def from_the_fifth_batch_on(transport: LocalTransport) -> int | None:
-        return signal.SIGTERM if next(heard) > 4 else None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalTransport, "stop_requested", from_the_fifth_batch_on)
-        with pytest.raises(Stopped):
-            curves(swept(options, tmp_path), ranks=2)
+    config = TrainConfig.from_flat(**swept(options, tmp_path))
+    with pytest.raises(Stopped):
+        train_model(config, FromTheFifthLookOn(LocalNetwork(1), 0))
     kept = {path.parent.name: path.name for path in (tmp_path / "checkpoints").rglob("step-*")}
     assert kept == dict.fromkeys(RUNS, "step-0000001")
-    found = curves(swept(options, tmp_path), ranks=2)
+    found = curves(swept(options, tmp_path))
     expected = curves(swept(options | {"checkpoint_dir": None}, tmp_path))
     for name, curve in found.items():
         losses = [loss for _, _, loss in expected[name][1:]]
@@ -189,7 +194,7 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
 
     runs = {"wild": {"learning_rate": 1e30}, "still": {"learning_rate": 1e-6}, **RUNS}
     config = TrainConfig.from_flat(**swept(options, tmp_path, runs))
-    LocalNetwork(2, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
+    alone(lambda rank: train_model(config, rank, on_event=listen))
     (values,) = told
     found = values["runs"]
     assert "nan" in found["wild"]["failure"]
@@ -202,15 +207,14 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
 
 
 def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Path) -> None:
-    def prepare(rank: LocalTransport) -> list[TrainingRun]:
-        return loaded_runs(TrainConfig.from_flat(**swept(options, tmp_path)), rank)
-
-    for runs in LocalNetwork(2, timeout=60).run(prepare):
-        first, *others = ([stage.part for stage in run.stages] for run in runs)
-        for parts in others:
-            for part, same in zip(parts, first, strict=True):
-                for name, array in part.parameters().items():
-                    assert (array is same[name]) == (name not in part.trainable), name
+    config = TrainConfig.from_flat(**swept(options, tmp_path))
+    runs = alone(lambda rank: loaded_runs(config, rank))
+    first, *others = ([stage.part for stage in run.stages] for run in runs)
+    assert len(others) == 2
+    for parts in others:
+        for part, same in zip(parts, first, strict=True):
+            for name, array in part.parameters().items():
+                assert (array is same[name]) == (name not in part.trainable), name
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,6 @@ def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Pa
         ({"A": {}, "a": {"seed": 1}}, {}, "A, a"),
         ({}, {}, "no run"),
         ({f"r{i}": {} for i in range(17)}, {}, "17"),
-        (RUNS, {"data_parallel": 2}, "2 replicas"),
         (RUNS, {"fine_tune_type": "full"}, "full"),
         (RUNS, {"resume": "some/where"}, "some/where"),
         (RUNS, {"report_to": "wandb"}, "wandb"),
@@ -245,4 +248,13 @@ def test_what_runs_cannot_have_of_their_own_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(UserError, match=named):
-        curves({**swept(options, tmp_path, runs), **changes}, ranks=2)
+        curves({**swept(options, tmp_path, runs), **changes})
+
+
+def test_a_sweep_has_one_replica(options: dict[str, Any], tmp_path: Path) -> None:
+    config = TrainConfig.from_flat(**swept(options, tmp_path))
+    check_replicas(config, replicas=1, stages=2)
+    with pytest.raises(UserError) as refused:
+        check_replicas(config, replicas=2, stages=2)
+    assert "2 replicas" in refused.value.problem
+    assert refused.value.remedy == "give --pipeline-stages 2"

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.engine import batches
 from shardmlx.errors import AgreedFailure
 from shardmlx.training.command import train_model
 from testbed.rows import write
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import alone
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.saved_adapters import write_earlier_outputs
 
@@ -37,9 +36,8 @@ def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def run(options: dict[str, Any]) -> None:
-    LocalNetwork(1, timeout=60).run(
-        lambda rank: train_model(TrainConfig.from_flat(**options), rank)
-    )
+    config = TrainConfig.from_flat(**options)
+    alone(lambda rank: train_model(config, rank))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -97,31 +95,19 @@ SHORT = {"prompt": "hi", "completion": "ho"}
 ONLY_PROMPT = {"prompt": "hello " * 50, "completion": "ho"}
 
 
-def events(options: dict[str, Any], kind: str, ranks: int = 1) -> list[Mapping[str, Any]]:
+def events(options: dict[str, Any], kind: str) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
 
     def listen(name: str, values: Mapping[str, Any]) -> None:
         found.extend([values] if name == kind else [])
 
     config = TrainConfig.from_flat(**options)
-    LocalNetwork(ranks, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
+    alone(lambda rank: train_model(config, rank, on_event=listen))
     return found
 
 
 def losses(options: dict[str, Any], kind: str, **more: Any) -> list[float]:
     return [each["loss"] for each in events({**options, **more}, kind)]
-
-
-def test_few_widths_leave_the_losses_as_they_are(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"text": "hello " * count} for count in range(1, 120, 6)]
-    options |= {"data": write(tmp_path / "rows", train=rows), "checkpoint_dir": None, "pack": False}
-    options |= {"iters": 8, "steps_per_report": 1, "micro_batch_size": 1}
-    many = events(options, "train", ranks=2)
-    monkeypatch.setattr(batches, "MOST_WIDTHS", 2)
-    few = events(options, "train", ranks=2)
-    assert [each["loss"] for each in few] == pytest.approx([each["loss"] for each in many])
 
 
 def test_what_has_no_token_to_learn_is_no_part_of_a_loss(
