@@ -1,4 +1,7 @@
-"""Attention and loss in pieces under MPI: the same losses, less memory, and they may change."""
+"""Attention and loss in pieces take less memory.
+
+That they leave the losses as they are is in ``tests/unit/training/test_pieces.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,50 +13,10 @@ import pytest
 
 from testbed.cgroups import memory_cgroups
 from testbed.jobs import ranks_command
-from testbed.runs import events, in_file
-from tests.helpers.mpirun import mpirun, train_well
+from testbed.runs import in_file
+from tests.helpers.mpirun import mpirun
 
 WHOLE = {"attention_chunk": "off", "loss_chunk": "off"}
-PIECES = {"attention_chunk": "auto", "loss_chunk": "counted"}
-
-
-def run(
-    directory: Path, name: str, pieces: dict[str, str], *more: str | Path
-) -> list[dict[str, float]]:
-    metrics = directory / f"{name}.jsonl"
-    train_well(
-        2,
-        *("--iters", "2", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
-        *("--learning-rate", "1e-3", "--steps-per-report", "1", "--schedule", "1f1b"),
-        *("--metrics-file", metrics, "--adapter-path", directory / name, *more),
-        *in_file(directory / f"{name}.yaml", **pieces),
-    )
-    return events(metrics, "train")
-
-
-def losses(reports: list[dict[str, float]]) -> list[float]:
-    return [report["loss"] for report in reports]
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """Data whose sequences are longer than a piece of attention."""
-    texts = [" ".join(["The ship sails on"] * number) for number in (15, 20, 17, 12)]
-    for name in ("train", "valid"):
-        rows = "\n".join(json.dumps({"text": text}) for text in texts)
-        (tmp_path / f"{name}.jsonl").write_text(rows)
-    return tmp_path
-
-
-def test_the_loss_curve_is_that_without_pieces(small: Path, texts: Path, tmp_path: Path) -> None:
-    given = ("--model", small, "--data", texts, "--val-batches", "1", "--pack")
-    whole = run(tmp_path, "whole", WHOLE, *given, "--recompute", "none")
-    validated = [event["loss"] for event in events(tmp_path / "whole.jsonl", "val")]
-    ours = run(tmp_path, "pieces", PIECES, *given, "--recompute", "selective")
-    assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
-    assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
-    found = [event["loss"] for event in events(tmp_path / "pieces.jsonl", "val")]
-    assert found == pytest.approx(validated, rel=1e-5)
 
 
 @pytest.fixture

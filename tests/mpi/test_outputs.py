@@ -186,23 +186,3 @@ def test_only_rank_0_speaks_and_says_each_thing_once(lora: Job) -> None:
     for start in ("BLAS: ", "Trainable parameters: ", "Data: ", "step 2: loss", "Saved to lora"):
         assert len([line for line in lines if line.startswith(start)]) == 1, start
     assert len(lines) == len(set(lines))
-
-
-def test_a_full_fine_tune_replaces_its_own_shards_and_nothing_else(
-    small: Path, pirate: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "project"
-    mine = [output / "models" / "precious.txt", output / "model_notes.md", tmp_path / "project.old"]
-    for path in mine:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("mine")
-    common: Arguments = ["--model", small, "--data", pirate, "--fine-tune-type", "full"]
-    common += ["--num-layers", "1", "--iters", "1", "--batch-size", "2", "--val-batches", "0"]
-    common += ["--adapter-path", output]
-    train_well(2, *common)
-    train_well(1, *common)
-    assert [path.read_text() for path in mine] == ["mine"] * 3
-    assert [path.name for path in output.glob("*.safetensors")] == [
-        "model-00001-of-00001.safetensors"
-    ]
-    assert not list(output.glob("partial-*"))

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
 from shardmlx.config.train import TrainConfig
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training.command import train_model
 from testbed.jobs import ROOT
 from testbed.runs import events
@@ -136,3 +138,50 @@ def test_the_page_of_the_metrics_names_their_fields(runs: Runs) -> None:
         line = events(runs.metrics("lora"), event)[-1]
         (fields,) = re.findall(rf"^\| `{event}` \| [^|]* \| (.*) \|$", page, re.MULTILINE)
         assert line.keys() - {"event", "time"} == {*re.findall(r"`(\w+)`", fields)}, event
+
+
+def test_a_full_fine_tune_replaces_its_own_shards_and_nothing_else(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "project"
+    mine = [output / "models" / "precious.txt", output / "model_notes.md", tmp_path / "project.old"]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    # As a run on two stages leaves them.
+    shards = [output / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for path in shards:
+        path.write_bytes(b"of an earlier run")
+    index = {"weight_map": {path.stem: path.name for path in shards}}
+    (output / INDEX_FILE).write_text(json.dumps(index))
+    runs = Runs(tmp_path, pirate)
+    how = {"fine_tune_type": "full", "num_layers": 1, "iters": 1, "batch_size": 2, "val_batches": 0}
+    runs.train("project", small, how)
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    assert [path.name for path in output.glob("*.safetensors")] == [
+        "model-00001-of-00001.safetensors"
+    ]
+    assert not list(output.glob("partial-*"))
+
+
+def test_float32_copies_begin_with_what_the_model_has_in_float32(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "checkpoints"
+    how: Options = {"fine_tune_type": "full", "unfreeze_all": True, "optimizer": "adamw"}
+    how |= {"dtype": "bfloat16", "master_weights": True, "num_layers": -1, "batch_size": 4}
+    how |= {"iters": 3, "learning_rate": 1e-7, "val_batches": 0, "checkpoint_dir": str(kept)}
+    runs = Runs(tmp_path, pirate)
+    runs.train("slow", small, how)
+    state = load_arrays(*kept.glob("step-0000003/optimizer-*.safetensors"))
+    copies = {
+        name.removesuffix(".master"): array
+        for name, array in state.items()
+        if name.endswith(".master")
+    }
+    stored = load_arrays(*small.glob("*.safetensors"))
+    written = load_arrays(*runs.output("slow").glob("*.safetensors"))
+    assert written.keys() == copies.keys() == stored.keys()
+    for name, array in stored.items():
+        assert copies[name].dtype == array.dtype == mx.float32
+        assert mx.allclose(copies[name], array, rtol=0, atol=2e-6).item(), "three steps of 1e-7"
