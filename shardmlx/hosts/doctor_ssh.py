@@ -28,6 +28,7 @@ from shardmlx.hosts.findings import (
     Finding,
     connection_remedy,
     foreign_mpirun,
+    many_libraries,
     shared_network,
     version_skew,
 )
@@ -281,6 +282,9 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
     for host in hosts:
         if host.answer is not None:
             yield from problems(host.name, host.answer, remote)
+            libraries = [] if host.facts is None else host.facts["mlx_libraries"]
+            if len(libraries) > 1:
+                yield many_libraries(host.name, libraries, remote.python)
     yield from version_skew({host.name: host.versions for host in hosts if host.facts})
     for host in hosts:
         for other, error in host.errors.items():

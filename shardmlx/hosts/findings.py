@@ -8,6 +8,7 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
 
+from shardmlx.common import mlx_build
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
 from shardmlx.distributed.networks import LOOPBACK
@@ -199,6 +200,8 @@ def _of_host(host: Host) -> Iterator[Finding]:
         yield Finding(host.name, problem, "plug it in; see System Settings, Battery or Energy")
     if not facts.mpirun_is_of_wheel:
         yield foreign_mpirun(host.name, facts.python)
+    if len(facts.mlx_libraries) > 1:
+        yield many_libraries(host.name, facts.mlx_libraries, facts.python)
     for library, broken in groupby(host.broken, attrgetter("library")):
         first, *others = broken
         names = ", ".join(part.name for part in (first, *others))
@@ -215,6 +218,12 @@ def _of_host(host: Host) -> Iterator[Finding]:
         yield Finding(host.name, problem, remedy)
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
+
+
+def many_libraries(host: str, installed: Sequence[str], python: str) -> Finding:
+    """Return the finding of several packages that each have the library of MLX."""
+    problem = f"{' and '.join(installed)} are installed, and each has the one file libmlx.so"
+    return Finding(host, problem, mlx_build.remedy_for(python, installed))
 
 
 def foreign_mpirun(host: str | None, python: str) -> Finding:

