@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmlx.common.mlx_build import prepare_mlx
+from shardmlx.common.mlx_build import load_cuda, prepare_mlx
 from shardmlx.compat import hide_mpi_from_mlx
 from shardmlx.errors import UserError
 
@@ -59,7 +59,7 @@ class Blas:
 
 def prepare() -> Blas:
     """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``. Raises
-    ``UserError`` where MLX has no library."""
+    ``UserError`` where MLX has no library, or one that this machine cannot load."""
     prepare_mlx()
     hide_mpi_from_mlx()
     find_home()
@@ -74,7 +74,9 @@ def prepare() -> Blas:
     if mallopt is not None:  # other C libraries have none
         for option, value in _MALLOC_OPTIONS.items():
             mallopt(option, value)
-    return _put_openblas_first()
+    blas = _put_openblas_first()
+    load_cuda()
+    return blas
 
 
 def find_home() -> None:

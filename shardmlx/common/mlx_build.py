@@ -7,13 +7,16 @@ installed, the file is that of the last one, and pip says nothing.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import sys
 from collections.abc import Collection, Mapping
 from importlib import metadata
+from pathlib import Path
 from types import MappingProxyType
 
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, one_line
 
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
@@ -48,6 +51,29 @@ def prepare_mlx() -> None:
         raise UserError("MLX has no library on this machine", remedy_for(sys.executable))
     if any("cuda" in each for each in installed):
         os.environ.setdefault(*CUDA_BUFFER)
+
+
+def load_cuda() -> None:
+    """Load MLX's library if it may be one of CUDA, as MLX's import will. Raises ``UserError`` if it
+    cannot be loaded, for instance on a machine without CUDA."""
+    installed = libraries()
+    if not any("cuda" in each for each in installed):
+        return
+    for directory in _directories():
+        try:
+            ctypes.CDLL(str(directory / "lib" / "libmlx.so"))
+        except OSError as error:
+            named = " and ".join(installed)
+            raise UserError(
+                f"MLX's library, of {named}, cannot be loaded: {one_line(error)}",
+                remedy_for(sys.executable, installed),
+            ) from None
+
+
+def _directories() -> list[Path]:
+    """Return the directories of the package mlx."""
+    spec = importlib.util.find_spec("mlx")
+    return [] if spec is None else [*map(Path, spec.submodule_search_locations or ())]
 
 
 def remedy_for(python: str, installed: Collection[str] = ()) -> str:
