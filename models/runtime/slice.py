@@ -258,9 +258,10 @@ class Slice:
             mx.eval(self[name])
 
     def share_frozen(self, other: Slice) -> None:
-        """Take the parameters that are not trained from a slice of the same layers."""
+        """Take the parameters that are not trained from a slice of the same layers, which may lack
+        some of the adapters."""
         for name in self._slots.keys() - set(self.trainable):
-            self[name] = other[name]
+            self[name] = other[name if name in other else _without_adapter(name)]
 
     def with_parameters(
         self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]
@@ -382,3 +383,10 @@ class Slice:
         if name.startswith(self._layer_prefix):
             return -int(name.removeprefix(self._layer_prefix).partition(".")[0]), name
         return (1 if name.startswith(self._embedding_prefix) else -1_000_000), name
+
+
+def _without_adapter(name: str) -> str:
+    """Return the name of a parameter in a module without adapters, which hold it in a module of
+    their own: ``q_proj.linear.weight`` is ``q_proj.weight``."""
+    path, _, leaf = name.rpartition(".")
+    return f"{path.rpartition('.')[0]}.{leaf}"

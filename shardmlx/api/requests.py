@@ -216,6 +216,10 @@ class SampleResult:
     cached: int = 0
 
 
+class ServiceEnded(RuntimeError):
+    """The ranks have ended, or a rank is lost: the message names it. Saved states stay."""
+
+
 Request = (
     CreateModel
     | UnloadModel

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -28,7 +28,7 @@ from shardmlx.distributed.messages import OBJECT_TAG, Handle, buffer_of, new_buf
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
-from shardmlx.models.runtime.slice import Piece, Slice
+from shardmlx.models.runtime.slice import Piece
 from shardmlx.models.sizes.config_reader import parse_config
 from shardmlx.pipeline.plan import Plan
 
@@ -126,6 +126,22 @@ class Collection:
         return names
 
 
+class Holder(Protocol):
+    """Tensors of a rank by name, such as those of a slice, of which some are pieces."""
+
+    @property
+    def trainable(self) -> Sequence[str]: ...
+    @property
+    def pieces(self) -> Mapping[str, Piece]: ...
+
+    def parameters(self) -> Mapping[str, mx.array]:
+        """Return all tensors."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def __getitem__(self, name: str) -> mx.array: ...
+    def __setitem__(self, name: str, array: mx.array) -> None: ...
+
+
 class Collector:
     """The tensors of one rank's slices, which rank 0 collects: of one replica, or of all replicas
     where each ``holds`` a part. One tensor at a time travels."""
@@ -134,7 +150,7 @@ class Collector:
         self,
         plan: Plan,
         transport: Transport,
-        parts: Sequence[Slice],
+        parts: Sequence[Holder],
         holds: Callable[[str], bool] | None = None,
     ) -> None:
         self._transport = transport
@@ -328,10 +344,10 @@ def pieces_in(metadata: Mapping[str, str]) -> dict[str, Piece]:
 
 
 def safetensors_pieces(
-    specs: Sequence[TensorSpec], arrays: Iterable[tuple[str, mx.array]]
+    specs: Sequence[TensorSpec], arrays: Iterable[tuple[str, mx.array]], **metadata: str
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file tensor by tensor, in the order of ``specs``."""
-    yield safetensors_header(specs)
+    yield header_of(specs, **metadata)
     for spec, (name, array) in zip(specs, arrays, strict=True):
         data = buffer_of(array)
         if name != spec.name or len(data) != spec.nbytes:

@@ -40,8 +40,9 @@ Values = Callable[[np.ndarray, TokenTerms, Settings], np.ndarray]
 @dataclass(frozen=True, slots=True)
 class LossFacts:
     """A loss: the value and the slope of each token, the inputs that rows must have, those that
-    they may have, and its settings with their defaults. ``several_targets`` tells whether a
-    position may have K targets."""
+    they may have, and its settings with their defaults. An optional input that a row lacks has the
+    value of the setting of its name, or 1. ``several_targets`` tells whether a position may have K
+    targets."""
 
     values: Values
     slopes: Values
@@ -152,7 +153,7 @@ def _clip(low: float, high: float) -> Settings:
 LOSSES: Mapping[str, LossFacts] = MappingProxyType(
     {
         "cross_entropy": LossFacts(
-            _cross_entropy, _cross_entropy_slopes, ("weights",), several_targets=True
+            _cross_entropy, _cross_entropy_slopes, (), ("weights",), several_targets=True
         ),
         # The value's slope is the value: it is a multiple of the exponential.
         "importance_sampling": LossFacts(_importance, _importance, _SAMPLED),

@@ -1,0 +1,309 @@
+"""The models, snapshots and saved states of a service, as rank 0 knows them, and their commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardmlx.api.adapters import adapter_config
+from shardmlx.api.requests import (
+    CreateModel,
+    LoadState,
+    LoraOptions,
+    OptimStep,
+    SavedState,
+    SaveState,
+    TakeSnapshot,
+)
+from shardmlx.api.states import StateFile, StateStore
+from shardmlx.api.worker import OPTIMIZER, LoopWorker
+from shardmlx.checkpoint.export import Collection, HeldWeights
+from shardmlx.common.durable_files import read_exactly
+from shardmlx.distributed.crew import Crew, Pending
+from shardmlx.errors import UserError, file_access
+from shardmlx.modelfiles.safetensors_header import PlacedTensor, header_of, read_header
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+_FOR_SNAPSHOT = "/snapshot"
+"""Name of a model that is there while a state becomes a snapshot; no client's has a slash first."""
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What rank 0 knows of a model."""
+
+    lora: LoraOptions
+    has_gradients: bool = False
+
+
+@dataclass(slots=True)
+class _Users:
+    """The samples that use a snapshot; it ``is_leaving`` once it was dropped."""
+
+    count: int = 0
+    is_leaving: bool = False
+
+
+@dataclass(eq=False)
+class Models:
+    """The models of a crew. Methods that give commands are called on the thread of the crew; they
+    raise ``UserError`` before any rank is told."""
+
+    crew: Crew[LoopWorker]
+    store: StateStore | None = None
+    most_snapshots: int = 1_000_000
+    _facts: dict[str, _Facts] = field(default_factory=dict)
+    _snapshots: dict[str, _Users] = field(default_factory=dict)
+
+    # Models.
+
+    def check(self, model: str) -> _Facts:
+        """Return what is known of a model."""
+        try:
+            return self._facts[model]
+        except KeyError:
+            raise UserError(f"there is no model {model!r}", "create one first") from None
+
+    def create(self, request: CreateModel) -> str:
+        """Make a model, new or of a saved state; return its name."""
+        name = request.name
+        if not name or name.startswith("/") or name in self._facts:
+            raise UserError(f"a model cannot be called {name!r}, or is there", "give another name")
+        most = self.crew.worker.plan.most_models
+        if len(self._facts) >= most:
+            raise UserError(
+                f"there are {most} models already", "unload one, or start with more --max-adapters"
+            )
+        saved = None if request.state is None else self._find(request.state)
+        lora = request.lora or LoraOptions()
+        self._build(name, lora if saved is None else saved.saved.lora, saved)
+        self._facts[name] = _Facts(lora if saved is None else saved.saved.lora)
+        self.crew.all(LoopWorker.start, name)
+        if saved is not None:
+            self._take(name, saved, with_optimizer=request.with_optimizer)
+        return name
+
+    def unload(self, model: str) -> None:
+        """Forget a model."""
+        self.check(model)
+        del self._facts[model]
+        self.crew.all(LoopWorker.unload, model)
+
+    def has_gradients(self, model: str) -> None:
+        """Note that gradients are added to a model's."""
+        self.check(model).has_gradients = True
+
+    def forget_gradients(self, model: str) -> None:
+        """Drop a model's gradients, if it is still there."""
+        if model in self._facts:
+            self._facts[model].has_gradients = False
+            self.crew.all(LoopWorker.forget_gradients, model)
+
+    def begin_update(self, model: str, step: OptimStep) -> Pending[float]:
+        """Begin an update, which returns the norm of the gradients."""
+        facts = self.check(model)
+        if not facts.has_gradients:
+            raise UserError(
+                f"model {model!r} has no gradients", "call forward_backward before optim_step"
+            )
+        facts.has_gradients = False
+        return self.crew.begin(LoopWorker.update, model, step)
+
+    def _build(self, name: str, lora: LoraOptions, saved: StateFile | None) -> None:
+        """Build a LoRA on all ranks; one that fails on any is nowhere."""
+        modules = self.crew.worker.keys.chosen(lora)
+        if saved is not None and sorted(saved.modules) != sorted(modules):
+            raise UserError(
+                f"state {saved.saved.state!r} trains other modules than this version would",
+                "load it with the version that saved it",
+            )
+        self.crew.all(LoopWorker.build, name, lora)
+
+    # States.
+
+    def states(self) -> Sequence[SavedState]:
+        """Return all saved states, the oldest first."""
+        return [] if self.store is None else self.store.all()
+
+    def save(self, request: SaveState) -> SavedState:
+        """Save a model as a state."""
+        facts = self.check(request.model)
+        store = self._store()
+        store.check_new(request.state, overwrite=request.overwrite)
+        has_optimizer = not request.for_sampler
+        worker = self.crew.worker
+        held = self.crew.all(LoopWorker.held, request.model, has_optimizer)
+        saved = SavedState(request.state, facts.lora, 0, 0.0, has_optimizer, request.note)
+        state = store.new(
+            saved,
+            worker.opened.digest,
+            worker.keys.chosen(facts.lora),
+            worker.steps_made(request.model),
+        )
+        why = self.crew.all(
+            LoopWorker.save, request.model, Collection.of(held), state.file, state.metadata()
+        )[0]
+        if why is not None:
+            raise UserError(f"state {request.state!r} was not saved: {why}")
+        return store.add(state)
+
+    def load(self, request: LoadState) -> None:
+        """Put a state into a model."""
+        facts = self.check(request.model)
+        saved = self._find(request.state)
+        if (saved.saved.lora.rank, _parts(saved.saved.lora)) != (
+            facts.lora.rank,
+            _parts(facts.lora),
+        ):
+            raise UserError(
+                f"state {request.state!r} is of another LoRA: {saved.saved.lora}",
+                "create a model from it",
+            )
+        self._take(request.model, saved, with_optimizer=request.with_optimizer)
+
+    def delete(self, state: str) -> None:
+        """Delete a state."""
+        self._store().delete(state)
+
+    def export(self, state: str) -> bytes:
+        """Return a tar archive of a state's adapter. May be called on any thread."""
+        found = self._store().find(state)
+        content = _weights_alone(found)
+        config = dict(adapter_config(found.saved.lora, found.modules))
+        config["base_config_digest"] = found.base
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for name, data in (
+                (ADAPTER_CONFIG_FILE, json.dumps(config, indent=4).encode()),
+                (ADAPTER_FILE, content),
+            ):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+        return archive.getvalue()
+
+    def _store(self) -> StateStore:
+        if self.store is None:
+            raise UserError("there is no directory for saved states", "start with --state-dir")
+        return self.store
+
+    def _find(self, state: str) -> StateFile:
+        """Return a state of this base."""
+        found = self._store().find(state)
+        if found.base != self.crew.worker.opened.digest:
+            raise UserError(
+                f"state {state!r} was saved with another base model", "serve that one to load it"
+            )
+        return found
+
+    def _take(self, model: str, saved: StateFile, *, with_optimizer: bool) -> None:
+        """Put a state's tensors into a model that has its LoRA."""
+        if with_optimizer and not saved.saved.has_optimizer:
+            raise UserError(
+                f"state {saved.saved.state!r} has no optimizer's state: it was saved for a sampler",
+                "load it without",
+            )
+        held = self.crew.all(LoopWorker.held, model, with_optimizer)
+        _check_tensors(saved, held)
+        wanted = self.crew.all(LoopWorker.wanted, model, with_optimizer)
+        specs = [spec for _, of_rank in Collection.of(held).sources for spec in of_rank]
+        specs.sort(key=lambda spec: spec.name)  # the order in which rank 0 gives them
+        self.crew.all(LoopWorker.take, model, saved.file, specs, wanted)
+        steps = saved.steps if with_optimizer else 0
+        self.crew.all(LoopWorker.begin_optimizer, model, steps, not with_optimizer)
+        if model in self._facts:
+            self.forget_gradients(model)
+
+    # Snapshots.
+
+    def take_snapshot(self, request: TakeSnapshot) -> None:
+        """Keep a model's weights, or a state's, in memory."""
+        name = request.snapshot
+        if not name or name in self._snapshots:
+            raise UserError(f"a snapshot cannot be called {name!r}, or is there", "give another")
+        if len(self._snapshots) >= self.most_snapshots:
+            raise UserError(
+                f"there are {self.most_snapshots} snapshots already", "drop one of them first"
+            )
+        if request.model is not None:
+            self.check(request.model)
+            self.crew.all(LoopWorker.take_snapshot, name, request.model)
+        elif request.state is not None:
+            saved = self._find(request.state)
+            self._build(_FOR_SNAPSHOT, saved.saved.lora, saved)
+            try:
+                self._take(_FOR_SNAPSHOT, saved, with_optimizer=False)
+                self.crew.all(LoopWorker.take_snapshot, name, _FOR_SNAPSHOT)
+            finally:
+                self.crew.all(LoopWorker.unload, _FOR_SNAPSHOT)
+        else:
+            raise UserError("a snapshot of nothing", "name a model, or a saved state")
+        self._snapshots[name] = _Users()
+
+    def drop_snapshot(self, snapshot: str) -> None:
+        """Forget a snapshot as soon as no sample uses it."""
+        users = self._snapshot(snapshot)
+        users.is_leaving = True
+        self._drop_unused(snapshot)
+
+    def begin_sample(self, snapshot: str | None) -> None:
+        """Note that a sample uses a snapshot, or the base."""
+        if snapshot is not None:
+            self._snapshot(snapshot).count += 1
+
+    def end_sample(self, snapshot: str | None) -> None:
+        """Note that a sample has ended."""
+        if snapshot is not None:
+            self._snapshots[snapshot].count -= 1
+
+    def drop_unused(self) -> None:
+        """Forget snapshots that were dropped, and that no sample uses any more."""
+        for snapshot in [name for name, users in self._snapshots.items() if users.is_leaving]:
+            self._drop_unused(snapshot)
+
+    def _snapshot(self, snapshot: str) -> _Users:
+        users = self._snapshots.get(snapshot)
+        if users is None or users.is_leaving:
+            raise UserError(f"there is no snapshot {snapshot!r}", "take one first")
+        return users
+
+    def _drop_unused(self, snapshot: str) -> None:
+        if self._snapshots[snapshot].count == 0:
+            del self._snapshots[snapshot]
+            self.crew.all(LoopWorker.drop_snapshot, snapshot)
+
+
+def _parts(lora: LoraOptions) -> tuple[bool, bool, bool]:
+    return lora.attention, lora.mlp, lora.unembed
+
+
+def _check_tensors(saved: StateFile, held: Sequence[HeldWeights]) -> None:
+    """Raise ``UserError`` unless a state's file has all tensors that ranks hold."""
+    there = read_header(saved.file).tensors
+    for _, specs in Collection.of(held).sources:
+        for spec in specs:
+            found = there.get(spec.name)
+            if found is None or (found.shape, found.dtype) != (spec.shape, spec.dtype):
+                raise UserError(
+                    f"state {saved.saved.state!r}: {saved.file} has no {spec.name} of "
+                    f"{spec.shape} {spec.dtype}",
+                    "load it with the version that saved it",
+                )
+
+
+def _weights_alone(state: StateFile) -> bytes:
+    """Return the bytes of a safetensors file with a state's weights, without its optimizer's."""
+    header = read_header(state.file)
+    weights: Mapping[str, PlacedTensor] = {
+        name: each for name, each in header.tensors.items() if not name.startswith(OPTIMIZER)
+    }
+    specs = [(name, each.shape, each.dtype) for name, each in weights.items()]
+    parts = [header_of(specs)]
+    with file_access("read", state.file), state.file.open("rb") as file:
+        for each in weights.values():
+            count = each.end - each.start
+            parts.append(read_exactly(file.fileno(), each.start, count, str(state.file)))
+    return b"".join(parts)

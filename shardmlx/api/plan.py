@@ -1,0 +1,36 @@
+"""The plan of ranks that carry out a training loop's requests: plain data. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardmlx.config.specs import Savings
+from shardmlx.models.sizes.shares import TensorShares
+from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.memory.limits import MemoryLimits
+
+SCALE = 32.0
+"""Factor of a LoRA's output, times its rank: Tinker's alpha."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlan:
+    """The plan of the ranks, made by rank 0 before weights are read.
+
+    ``plan`` has the stages and the schedule, ``savings`` is what stages do to hold less. A
+    micro-batch has at most ``tokens`` tokens, padding counted; with ``pack`` its rows are one row
+    without padding. There are at most ``most_models`` models at a time, of ``most_rank``, and rows
+    have at most ``most_length`` tokens.
+    """
+
+    plan: Plan
+    shares: TensorShares
+    savings: Savings
+    dtype: str | None
+    tokens: int
+    pack: bool
+    most_length: int
+    most_models: int
+    most_rank: int
+    limits: Sequence[MemoryLimits]
