@@ -54,7 +54,7 @@ class Models:
 
     crew: Crew[LoopWorker]
     store: StateStore | None = None
-    most_snapshots: int = 1_000_000
+    most_snapshots: int = 1
     _facts: dict[str, _Facts] = field(default_factory=dict)
     _snapshots: dict[str, _Users] = field(default_factory=dict)
 
@@ -120,7 +120,11 @@ class Models:
                 f"state {saved.saved.state!r} trains other modules than this version would",
                 "load it with the version that saved it",
             )
-        self.crew.all(LoopWorker.build, name, lora)
+        try:
+            self.crew.all(LoopWorker.build, name, lora)
+        except UserError:
+            self.crew.all(LoopWorker.unload, name)
+            raise
 
     # States.
 

@@ -10,9 +10,6 @@ from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.memory.limits import MemoryLimits
 
-SCALE = 32.0
-"""Factor of a LoRA's output, times its rank: Tinker's alpha."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:
@@ -20,8 +17,8 @@ class LoopPlan:
 
     ``plan`` has the stages and the schedule, ``savings`` is what stages do to hold less. A
     micro-batch has at most ``tokens`` tokens, padding counted; with ``pack`` its rows are one row
-    without padding. There are at most ``most_models`` models at a time, of ``most_rank``, and rows
-    have at most ``most_length`` tokens.
+    without padding. There are at most ``most_models`` models at a time, of ``most_rank``, and
+    ``most_snapshots``; rows have at most ``most_length`` tokens.
     """
 
     plan: Plan
@@ -33,4 +30,5 @@ class LoopPlan:
     most_length: int
     most_models: int
     most_rank: int
+    most_snapshots: int
     limits: Sequence[MemoryLimits]

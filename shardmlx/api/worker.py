@@ -270,8 +270,8 @@ class LoopWorker(ModelWorker):
         self._models[model].start()
 
     def unload(self, model: str) -> None:
-        """Forget a model."""
-        del self._models[model]
+        """Forget a model, which need not be there."""
+        self._models.pop(model, None)
         mx.clear_cache()
 
     @together
