@@ -18,7 +18,7 @@ FULL_PIPELINE = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class CutRows:
     """A micro-batch, and the numbers of its rows in the request."""
 
     rows: Sequence[int]
@@ -31,7 +31,7 @@ class Piece:
         return np.split(logps, terms.ends[:-1])
 
 
-def cut(request: ForwardBackward, plan: LoopPlan) -> list[Piece]:
+def cut(request: ForwardBackward, plan: LoopPlan) -> list[CutRows]:
     """Return the micro-batches of a request, which depend on nothing but its rows, the longest
     first. Rows that are computed together are about equally long, and have as many targets."""
     loss = TokenLoss(request.loss, request.settings)
@@ -50,10 +50,10 @@ def cut(request: ForwardBackward, plan: LoopPlan) -> list[Piece]:
             groups[-1].append(i)
         else:
             groups.append([i])
-    return [Piece(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
+    return [CutRows(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
 
 
-def of_replicas(pieces: Sequence[Piece], replicas: int) -> list[list[int]]:
+def of_replicas(pieces: Sequence[CutRows], replicas: int) -> list[list[int]]:
     """Return the numbers of the pieces of each replica, ascending: about as many tokens each."""
     sizes = [int(np.prod(piece.microbatch.shape)) for piece in pieces]
     mine: list[list[int]] = [[] for _ in range(replicas)]

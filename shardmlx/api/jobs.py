@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from shardmlx.api.cuts import Piece, cut, of_replicas
+from shardmlx.api.cuts import CutRows, cut, of_replicas
 from shardmlx.api.plan import LoopPlan
 from shardmlx.api.requests import CreateModel, ForwardBackward, LossResult, Request
-from shardmlx.api.worker import StepOrder
+from shardmlx.api.worker import LossOrder
 from shardmlx.engine.token_losses import LOSSES
 from shardmlx.errors import UserError
 
@@ -93,10 +93,10 @@ class LossJob(Job):
         self._next = numbers.stop
         return numbers
 
-    def order(self, numbers: Sequence[int], replica: int) -> StepOrder:
+    def order(self, numbers: Sequence[int], replica: int) -> LossOrder:
         """Return the part of a replica in some micro-batches."""
         mine = [self._pieces[i].microbatch for i in self._of_replica(numbers, replica)]
-        return StepOrder(self.loss.model, mine, self.loss.forward_only)
+        return LossOrder(self.loss.model, mine, self.loss.forward_only)
 
     def add(self, numbers: Sequence[int], replica: int, place: int, logps: np.ndarray) -> None:
         """Take in the log-probabilities that a replica has found for the micro-batch at a place
@@ -135,7 +135,7 @@ class LossJob(Job):
         return {"logprob_difference:mean": float(counted.mean())} if counted.size else {}
 
 
-def _replica_of_each(pieces: Sequence[Piece], replicas: int) -> list[int]:
+def _replica_of_each(pieces: Sequence[CutRows], replicas: int) -> list[int]:
     """Return the replica of each micro-batch."""
     of_pieces = {
         number: replica

@@ -24,6 +24,7 @@ from shardmlx.checkpoint.export import Collection, HeldWeights
 from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.errors import UserError, file_access
+from shardmlx.inference.commands import NO_ADAPTER
 from shardmlx.modelfiles.safetensors_header import PlacedTensor, header_of, read_header
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -33,17 +34,19 @@ _FOR_SNAPSHOT = "/snapshot"
 
 @dataclass(slots=True)
 class _Facts:
-    """What rank 0 knows of a model."""
+    """The LoRA of a model, and whether it has gradients."""
 
     lora: LoraOptions
     has_gradients: bool = False
 
 
 @dataclass(slots=True)
-class _Users:
-    """The samples that use a snapshot; it ``is_leaving`` once it was dropped."""
+class _Snapshot:
+    """A snapshot: its number among adapters, and the samples that use it. It ``is_leaving`` once it
+    was dropped."""
 
-    count: int = 0
+    number: int
+    users: int = 0
     is_leaving: bool = False
 
 
@@ -56,7 +59,13 @@ class Models:
     store: StateStore | None = None
     most_snapshots: int = 1
     _facts: dict[str, _Facts] = field(default_factory=dict)
-    _snapshots: dict[str, _Users] = field(default_factory=dict)
+    _snapshots: dict[str, _Snapshot] = field(default_factory=dict)
+    _count: int = NO_ADAPTER
+
+    def close(self) -> None:
+        """Let others have the directory of the saved states."""
+        if self.store is not None:
+            self.store.close()
 
     # Models.
 
@@ -232,52 +241,67 @@ class Models:
             raise UserError(
                 f"there are {self.most_snapshots} snapshots already", "drop one of them first"
             )
+        if not self.crew.worker.plan.can_sample:
+            raise UserError(
+                f"the schedule {self.crew.worker.plan.plan.schedule} gives a rank several stages, "
+                "and samples need one on each",
+                "start with --schedule 1f1b",
+            )
+        number = self._count + 1
         if request.model is not None:
             self.check(request.model)
-            self.crew.all(LoopWorker.take_snapshot, name, request.model)
+            self.crew.all(LoopWorker.take_snapshot, number, request.model)
         elif request.state is not None:
             saved = self._find(request.state)
             self._build(_FOR_SNAPSHOT, saved.saved.lora, saved)
             try:
                 self._take(_FOR_SNAPSHOT, saved, with_optimizer=False)
-                self.crew.all(LoopWorker.take_snapshot, name, _FOR_SNAPSHOT)
+                self.crew.all(LoopWorker.take_snapshot, number, _FOR_SNAPSHOT)
             finally:
                 self.crew.all(LoopWorker.unload, _FOR_SNAPSHOT)
         else:
             raise UserError("a snapshot of nothing", "name a model, or a saved state")
-        self._snapshots[name] = _Users()
+        self._count = number
+        self._snapshots[name] = _Snapshot(number)
 
     def drop_snapshot(self, snapshot: str) -> None:
-        """Forget a snapshot as soon as no sample uses it."""
-        users = self._snapshot(snapshot)
-        users.is_leaving = True
-        self._drop_unused(snapshot)
+        """Take no more samples of a snapshot, which goes with ``forget_snapshots``."""
+        self._snapshot(snapshot).is_leaving = True
 
-    def begin_sample(self, snapshot: str | None) -> None:
-        """Note that a sample uses a snapshot, or the base."""
-        if snapshot is not None:
-            self._snapshot(snapshot).count += 1
+    def begin_sample(self, snapshot: str | None) -> int:
+        """Note that a sample uses a snapshot, or the base; return the number of its adapter."""
+        if snapshot is None:
+            return NO_ADAPTER
+        found = self._snapshot(snapshot)
+        found.users += 1
+        return found.number
 
     def end_sample(self, snapshot: str | None) -> None:
         """Note that a sample has ended."""
         if snapshot is not None:
-            self._snapshots[snapshot].count -= 1
+            self._snapshots[snapshot].users -= 1
 
-    def drop_unused(self) -> None:
-        """Forget snapshots that were dropped, and that no sample uses any more."""
-        for snapshot in [name for name, users in self._snapshots.items() if users.is_leaving]:
-            self._drop_unused(snapshot)
+    def leaving_snapshots(self) -> list[int]:
+        """Return the numbers of the snapshots that were dropped, and that no sample uses."""
+        return [
+            each.number for each in self._snapshots.values() if each.is_leaving and not each.users
+        ]
 
-    def _snapshot(self, snapshot: str) -> _Users:
-        users = self._snapshots.get(snapshot)
-        if users is None or users.is_leaving:
+    def forget_snapshots(self) -> None:
+        """Forget these on all ranks."""
+        for number in self.leaving_snapshots():
+            self.crew.all(LoopWorker.drop_snapshot, number)
+        self._snapshots = {
+            name: each
+            for name, each in self._snapshots.items()
+            if not each.is_leaving or each.users
+        }
+
+    def _snapshot(self, snapshot: str) -> _Snapshot:
+        found = self._snapshots.get(snapshot)
+        if found is None or found.is_leaving:
             raise UserError(f"there is no snapshot {snapshot!r}", "take one first")
-        return users
-
-    def _drop_unused(self, snapshot: str) -> None:
-        if self._snapshots[snapshot].count == 0:
-            del self._snapshots[snapshot]
-            self.crew.all(LoopWorker.drop_snapshot, snapshot)
+        return found
 
 
 def _parts(lora: LoraOptions) -> tuple[bool, bool, bool]:

@@ -18,7 +18,9 @@ class LoopPlan:
     ``plan`` has the stages and the schedule, ``savings`` is what stages do to hold less. A
     micro-batch has at most ``tokens`` tokens, padding counted; with ``pack`` its rows are one row
     without padding. There are at most ``most_models`` models at a time, of ``most_rank``, and
-    ``most_snapshots``; rows have at most ``most_length`` tokens.
+    ``most_snapshots``; rows have at most ``most_length`` tokens. Samples are computed ``sequences``
+    at a time, whose KV caches have ``cache_tokens`` together, prompts in chunks of ``chunk``
+    tokens; ``random_state`` begins their random numbers.
     """
 
     plan: Plan
@@ -31,4 +33,14 @@ class LoopPlan:
     most_models: int
     most_rank: int
     most_snapshots: int
+    sequences: int
+    cache_tokens: int
+    chunk: int
+    random_state: int
     limits: Sequence[MemoryLimits]
+
+    @property
+    def can_sample(self) -> bool:
+        """True if rank i of a pipeline has stage i, and no other: samples take this order."""
+        placement = self.plan.stage_map.placement
+        return tuple(placement) == tuple(range(len(placement)))

@@ -216,7 +216,7 @@ class SampleResult:
     cached: int = 0
 
 
-class ServiceEnded(RuntimeError):
+class LoopEnded(RuntimeError):
     """The ranks have ended, or a rank is lost: the message names it. Saved states stay."""
 
 
@@ -239,7 +239,7 @@ class Service(Protocol):
 
     def submit(self, request: Request) -> Future[Any]:
         """Take in a request. Its future raises ``UserError`` if the request is wrong, and
-        ``ServiceEnded`` if the ranks end first. A future that is cancelled ends a sample."""
+        ``LoopEnded`` if the ranks end first. A future that is cancelled ends a sample."""
 
     def states(self) -> Sequence[SavedState]:
         """Return all saved states, the oldest first."""

@@ -1,8 +1,9 @@
 """Carry out the requests of training loops: rank 0's part, on its main thread.
 
-Each model has a queue. What stands first in all of them is carried out together: micro-batches of
-several models fill each other's bubbles. An update begins right behind the gradients that it needs,
-before their results have come. Samples have no queue; the service computes them by turns.
+Each model has a queue. The requests that stand first in all queues go to the ranks together:
+micro-batches of several models fill each other's bubbles. An update begins right behind the
+gradients that it needs, before their results have come. Samples have no queue; the service computes
+them by turns.
 """
 
 from __future__ import annotations
@@ -25,17 +26,16 @@ from shardmlx.api.requests import (
     DropSnapshot,
     ForwardBackward,
     LoadState,
+    LoopEnded,
     OptimStep,
     Request,
     SamplePrompt,
-    SampleResult,
     SavedState,
     SaveState,
-    ServiceEnded,
     TakeSnapshot,
     UnloadModel,
 )
-from shardmlx.api.sampler import Sampler
+from shardmlx.api.sampling import Sampler
 from shardmlx.api.worker import LoopWorker
 from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.engine.engine import Results
@@ -81,12 +81,11 @@ class TrainService:
         self._changed = threading.Condition()
         self._incoming: deque[Job] = deque()
         self._open: dict[Future[Any], Job] = {}
-        self._ended: ServiceEnded | None = None
+        self._ended: LoopEnded | None = None
         self._queues: dict[str, deque[Job]] = {}
         self._ordered: deque[_Ordered] = deque()
-        self._samples: dict[int, tuple[Job, str | None]] = {}
-        """Samples under way, with the snapshot of each."""
-        self._count = 0
+        self._done_samples: deque[str | None] = deque()
+        """The snapshots of samples that are done, or that the client has cancelled."""
         self._last_command = time.monotonic()
         self._seconds_of_training = 0.0
 
@@ -122,10 +121,10 @@ class TrainService:
         return self._models.export(state)
 
     def close(self, reason: str) -> None:
-        """End the service: what is not done yet fails with ``ServiceEnded``."""
+        """End the service: what is not done yet fails with ``LoopEnded``."""
         with self._changed:
             if self._ended is None:
-                self._ended = ServiceEnded(reason)
+                self._ended = LoopEnded(reason)
             self._changed.notify_all()
 
     def _forget(self, future: Future[Any]) -> None:
@@ -157,6 +156,15 @@ class TrainService:
             self._fail_all()
             raise
         return future.result()
+
+    def end(self) -> None:
+        """Let the ranks go, and others have the directory of the saved states. Requests that are
+        not done fail with ``LoopEnded``."""
+        self.close("the service has ended")
+        self._fail_all()
+        self._models.close()
+        if self._sampler is not None:
+            self._sampler.pause()
 
     def _turn_or_wait(self) -> None:
         """Carry out what stands first in all queues, and some steps of the samples; or wait a
@@ -212,7 +220,6 @@ class TrainService:
             if not queue:
                 del self._queues[name]
         self._settle()
-        self._models.drop_unused()
 
     def _order_steps(self) -> None:
         """Begin the micro-batches that stand first in all queues, about equally many of each."""
@@ -305,15 +312,14 @@ class TrainService:
 
     def _begin_sample(self, job: Job, request: SamplePrompt) -> None:
         if self._sampler is None:
-            raise UserError("this program has no sampler", "start it with one")
-        self._models.begin_sample(request.snapshot)
+            raise UserError("this program does not sample", "give a schedule with a stage a rank")
+        number = self._models.begin_sample(request.snapshot)
         try:
-            self._sampler.begin(self._count, request)
+            self._sampler.add(request, number, job.future)
         except UserError:
             self._models.end_sample(request.snapshot)
             raise
-        self._samples[self._count] = job, request.snapshot
-        self._count += 1
+        job.future.add_done_callback(lambda _: self._done_samples.append(request.snapshot))
 
     def _sample(self) -> None:
         """Compute steps of samples: as long as training took, if a request for it waits."""
@@ -322,40 +328,34 @@ class TrainService:
             return
         started = time.monotonic()
         while not sampler.is_idle and self._ended is None:
-            self._cancel_samples(sampler)
-            if not sampler.is_idle:
-                for number, result in sampler.step():
-                    self._end_sample(number, result)
+            # Before the step, in which it drops those that were cancelled.
+            done = [self._done_samples.popleft() for _ in range(len(self._done_samples))]
+            sampler.step()
+            for snapshot in done:
+                self._models.end_sample(snapshot)
             self._take_in()
             seconds = time.monotonic() - started
             has_had_its_turn = self._queues and seconds >= self._seconds_of_training
             if has_had_its_turn or (not self._queues and seconds > SECONDS_BETWEEN_LOOKS):
                 break
-
-    def _cancel_samples(self, sampler: Sampler) -> None:
-        for number in [n for n, (job, _) in self._samples.items() if job.future.cancelled()]:
-            sampler.cancel(number)
-            _, snapshot = self._samples.pop(number)
-            self._models.end_sample(snapshot)
-
-    def _end_sample(self, number: int, result: SampleResult | UserError) -> None:
-        job, snapshot = self._samples.pop(number)
-        self._models.end_sample(snapshot)
-        if isinstance(result, UserError):
-            job.fail(result)
-        else:
-            job.succeed(result)
+        if sampler.is_idle:
+            while self._done_samples:
+                self._models.end_sample(self._done_samples.popleft())
+        if leaving := self._models.leaving_snapshots():
+            self._pause()
+            for number in leaving:
+                sampler.forget(number)
+            self._models.forget_snapshots()
 
     def _fail_all(self) -> None:
         """Fail all requests that are not done: the service has ended."""
         with self._changed:
-            self._ended = self._ended or ServiceEnded("the service has ended")
+            self._ended = self._ended or LoopEnded("the service has ended")
             still_open = [*self._open.values()]
             self._incoming.clear()
         for job in still_open:
             job.fail(self._ended)
         self._queues.clear()
-        self._samples.clear()
         self._ordered.clear()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.api.adapters import fine_tune_of
 from shardmlx.api.checks import Checker
@@ -11,15 +14,18 @@ from shardmlx.api.cuts import FULL_PIPELINE
 from shardmlx.api.models import Models
 from shardmlx.api.plan import LoopPlan
 from shardmlx.api.requests import LoraOptions
-from shardmlx.api.sampler import Sampler
+from shardmlx.api.sampling import Sampler, SamplingWorker
 from shardmlx.api.service import TrainService
 from shardmlx.api.states import StateStore
 from shardmlx.api.worker import LoopWorker
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
+from shardmlx.config.common_options import AUTO, SIMPLEST
+from shardmlx.config.inference import PIPELINED_CHUNK
 from shardmlx.config.loop import LoopSpec
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.distributed.crew import Crew
+from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.rank_setup import (
     ModelWorker,
     bring_weights,
@@ -72,12 +78,21 @@ def prepare(spec: LoopSpec, crew: Crew[LoopWorker]) -> None:
     reporter.table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def serve_loop(
-    spec: LoopSpec, crew: Crew[LoopWorker], sampler: Sampler | None = None
-) -> TrainService:
+def serve_loop(spec: LoopSpec, crew: Crew[LoopWorker], tokenizer: TokenizerWrapper) -> TrainService:
     """Return the service of ranks that are prepared. The directory of its states is kept from
     others until the process ends. Raises ``UserError``."""
     worker = crew.worker
+    sampler = None
+    if worker.sampling is not None:
+        sampler = Sampler(
+            crew.part(SamplingWorker, "sampling"),
+            tokenizer,
+            worker.opened.shape.vocab_size,
+            most=worker.plan.sequences,
+            context=worker.opened.max_positions or worker.plan.cache_tokens,
+            capacity=worker.plan.cache_tokens,
+            prefixes=PrefixCache(),
+        )
     plan = worker.plan
     directory = spec.loop.state_dir
     store = None if directory is None else StateStore(Path(directory), worker.reporter)
@@ -100,6 +115,8 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
         pack=opened.shape.takes_packed,
     )
     layout = spec.layout
+    if layout.schedule == AUTO:  # samples need one stage a rank
+        layout = replace(layout, schedule=SIMPLEST)
     if layout.data_parallel is None and layout.pipeline_stages is None and layout.stage_map is None:
         layout = replace(layout, data_parallel=1)
     run = RunSpec(
@@ -137,6 +154,10 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
         most_models=spec.loop.max_adapters,
         most_rank=spec.loop.max_lora_rank,
         most_snapshots=SNAPSHOTS * spec.loop.max_adapters + 1,
+        sequences=spec.sequences,
+        cache_tokens=spec.cache_tokens,
+        chunk=PIPELINED_CHUNK,
+        random_state=int.from_bytes(os.urandom(4)),
         limits=limits_of(inputs, memory, reporter),
     )
 

@@ -21,6 +21,7 @@ import mlx.optimizers as optim
 from shardmlx.api.adapters import AdapterKeys, fine_tune_of
 from shardmlx.api.plan import LoopPlan
 from shardmlx.api.requests import LoraOptions, OptimStep
+from shardmlx.api.sampling import SamplingWorker
 from shardmlx.checkpoint.export import (
     Collection,
     Collector,
@@ -37,6 +38,7 @@ from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.engine import Engine, Results, Step
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import Updater
+from shardmlx.inference.adapters import Adapter
 from shardmlx.loading.adapters import read_tensors
 from shardmlx.loading.build import build_model, cut
 from shardmlx.loading.rank_setup import ModelWorker
@@ -54,20 +56,12 @@ MOMENTS = ("m", "v")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepOrder:
+class LossOrder:
     """Micro-batches of a model, on one replica, of which only the forward may be computed."""
 
     model: str
     microbatches: Sequence[MicroBatch]
     forward_only: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """The LoRA of a model at a time, on one rank: arrays by their names in the rank's stages."""
-
-    lora: LoraOptions
-    arrays: Mapping[str, mx.array]
 
 
 class _OptimizerArrays:
@@ -182,7 +176,10 @@ class LoopWorker(ModelWorker):
 
     def __init__(self, transport: Transport, reporter: Reporter) -> None:
         super().__init__(transport, reporter)
-        self.snapshots: dict[str, Snapshot] = {}
+        self.sampling: SamplingWorker | None = None
+        """The part of this rank in sampling, if ranks have one stage each."""
+        self._places: dict[LoraOptions, list[Slice]] = {}
+        """Stages with places for the weights of snapshots, for each kind of LoRA."""
         self._plan: LoopPlan | None = None
         self._whole: nn.Module | None = None
         self._base: Sequence[Slice] = ()
@@ -198,7 +195,7 @@ class LoopWorker(ModelWorker):
 
     @property
     def base(self) -> Sequence[Slice]:
-        """This rank's stages of the base, without any LoRA."""
+        """The stages of the base on this rank, without any LoRA."""
         return self._base
 
     @property
@@ -215,6 +212,7 @@ class LoopWorker(ModelWorker):
         self._whole, _ = build_model(
             opened.path, fine_tune_of(None, None, dtype), 0, opened.adapters
         )
+        self._whole.eval()
         self._keys = AdapterKeys.of(self._whole)
 
     def cut_base(self, plan: LoopPlan) -> None:
@@ -235,6 +233,12 @@ class LoopWorker(ModelWorker):
         self._share(self._base)
         for part in self._base:
             part.load()
+        plan = self.plan
+        if plan.can_sample:
+            mesh = replace(plan.plan.mesh, dp=1)
+            self.sampling = SamplingWorker(
+                self.transport, self._base[0], mesh, plan.chunk, plan.random_state
+            )
         return sum(part.nbytes for part in self._base)
 
     def _own(self, slices: Sequence[Slice]) -> list[Slice]:
@@ -253,16 +257,23 @@ class LoopWorker(ModelWorker):
     def build(self, model: str, lora: LoraOptions) -> int:
         """Build a new LoRA; return how many weights this rank trains of it. Raises
         ``UserError``."""
+        slices = self._built(lora, trains=True)
+        for part in self._own(slices):
+            part.load()
+        self._models[model] = made = _Model(self.plan, self.transport, lora, slices)
+        return sum(part[name].size for part in made.parts for name in part.trainable)
+
+    def _built(self, lora: LoraOptions, *, trains: bool) -> list[Slice]:
+        """Build the slices of a LoRA lazily. Frozen arrays of this rank are those of the base."""
         tune = fine_tune_of(lora, self.keys.chosen(lora), self.plan.dtype)
         whole, _ = build_model(self.opened.path, tune, lora.seed, None)
+        whole.train(trains)
         slices = cut(whole, self.plan.plan.stage_map.partition.ranges)
         parts = self._own(slices)
         self._share(parts)
         for part, base in zip(parts, self._base, strict=True):
             part.share_frozen(base)
-            part.load()
-        self._models[model] = made = _Model(self.plan, self.transport, lora, slices)
-        return sum(part[name].size for part in made.parts for name in part.trainable)
+        return slices
 
     @together
     def start(self, model: str) -> None:
@@ -275,7 +286,7 @@ class LoopWorker(ModelWorker):
         mx.clear_cache()
 
     @together
-    def step(self, orders: Sequence[StepOrder]) -> list[Results]:
+    def step(self, orders: Sequence[LossOrder]) -> list[Results]:
         """Compute micro-batches of several models, together where their stages have the same
         gradients; return the results of each order, on ranks of the last stage."""
         found: list[Results] = [{} for _ in orders]
@@ -294,7 +305,7 @@ class LoopWorker(ModelWorker):
                 found[i] = of_order
         return found
 
-    def _alike(self, orders: Sequence[StepOrder]) -> list[list[int]]:
+    def _alike(self, orders: Sequence[LossOrder]) -> list[list[int]]:
         """Return the numbers of orders that can be carried out together."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, order in enumerate(orders):
@@ -365,15 +376,23 @@ class LoopWorker(ModelWorker):
 
     # Snapshots.
 
-    def take_snapshot(self, snapshot: str, model: str) -> None:
-        """Keep the weights that a model has now. Its updates make new arrays."""
+    def take_snapshot(self, number: int, model: str) -> None:
+        """Keep the weights that a model has now as the adapter of a ``number``. Its updates make
+        new arrays."""
+        assert self.sampling is not None, "ranks can sample"
         found = self._models[model]
-        arrays = {name: part[name] for part in found.parts for name in part.trainable}
-        self.snapshots[snapshot] = Snapshot(found.lora, arrays)
+        kind = replace(found.lora, seed=0)
+        if kind not in self._places:
+            self._places[kind] = self._own(self._built(kind, trains=False))
+        (part,) = found.parts
+        (place,) = self._places[kind]
+        weights = {name: part[name] for name in part.trainable}
+        self.sampling.hold(number, Adapter(place, weights))
 
-    def drop_snapshot(self, snapshot: str) -> None:
+    def drop_snapshot(self, number: int) -> None:
         """Forget a snapshot."""
-        del self.snapshots[snapshot]
+        assert self.sampling is not None, "ranks can sample"
+        self.sampling.release(number)
 
     def keep_alive(self) -> None:
         """Do nothing: rank 0 lives."""

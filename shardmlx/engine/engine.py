@@ -225,7 +225,7 @@ class Engine:
 
     def sum_gradients(self) -> None:
         """Sum the gradients of steps that did not reduce, as the last step of an update would:
-        zeros where this replica has none. All ranks must call it."""
+        zeros where this replica has none. Collective."""
         for stage in self.stages.values():
             for name in stage.names:
                 if name not in stage.gradients:

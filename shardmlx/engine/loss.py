@@ -54,7 +54,7 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
 
 
 class _Chunk(NamedTuple):
-    """Some positions: their states (n, D), their target tokens (n,) or (n, K), and ``factors`` of
+    """A few positions: their states (n, D), their target tokens (n,) or (n, K), and ``factors`` of
     the same shape, which are the gradient of the batch's loss for the targets' own losses."""
 
     states: mx.array

@@ -187,7 +187,7 @@ class TokenLoss:
 
     @property
     def settings(self) -> Settings:
-        """All settings, with the defaults of those that are not given."""
+        """The settings, with the defaults of those that are not given."""
         return {**self.facts.settings, **self.given}
 
     def known_slopes(self, terms: TokenTerms) -> np.ndarray | None:
