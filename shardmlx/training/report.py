@@ -14,7 +14,7 @@ from shardmlx.common.reporter import Bar
 from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.engine.trace import RankReport, Totals
 from shardmlx.planning.memory.limits import exceeded
-from shardmlx.planning.stragglers import Watch
+from shardmlx.planning.stragglers import Watch, Work
 from shardmlx.training.evaluation import Evaluated
 from shardmlx.training.growth import Growth
 from shardmlx.training.loss_scale import LOSS_SCALE, LossScale
@@ -47,7 +47,7 @@ class TrainingReport:
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
         self._job = job = crew.worker.job
-        self._planned = job.planned
+        self._planned = planned = job.planned
         self._hosts = job.transport.hosts
         self._totals = Totals()
         self._reporter = job.reporter
@@ -57,7 +57,8 @@ class TrainingReport:
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches of rank 0 by length
         self._growth = Growth(self._hosts, job.planned.limits)
-        self._watch = Watch(self._hosts)
+        work = Work.of(planned.plan, planned.workload, planned.cluster, planned.mean_length)
+        self._watch = Watch(self._hosts, work)
         self._callback: Any = None
 
     def open_services(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from testbed.runs import events
 from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
@@ -15,6 +17,25 @@ def flags(model: Path, data: Path, tmp_path: Path, steps: int) -> list[str | Pat
     flags += ["--num-layers", "-1", "--micro-batch-size", "1", "--steps-per-report", "3"]
     flags += ["--iters", str(steps), "--adapter-path", tmp_path / "out"]
     return [*flags, "--metrics-file", tmp_path / "metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "remedy"), [("1", "give --replica-rows 3,1"), ("2", "measure the machines with")]
+)
+def test_one_that_is_slow_from_its_first_step_is_named_with_what_to_do(
+    stages: str, remedy: str, small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    layout = "--pipeline-stages", stages
+    job = run_in_pool(
+        2, PROGRAMS / "slow_rank.py", "0", *flags(small, pirate, tmp_path, 18), *layout
+    ).well()
+    (event,) = events(tmp_path / "metrics.jsonl", "straggler")
+    assert event["rank"] == 1
+    assert event["step"] <= 18
+    assert event["compute_seconds"] > 1.25 * event["expected_seconds"]
+    (line,) = [line for line in job.stdout.splitlines() if "would keep up with the other" in line]
+    assert line.startswith("warning: rank 1 on ")
+    assert remedy in line
 
 
 def test_a_rank_that_becomes_slow_is_named_once(small: Path, pirate: Path, tmp_path: Path) -> None:

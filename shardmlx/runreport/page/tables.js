@@ -161,7 +161,7 @@ function logTable() {
         step,
         when,
         sign("straggler"),
-        `rank ${event.rank} on ${format.value(event.host)} computes ${format.seconds(event.compute_seconds)} a step where ${format.seconds(event.expected_seconds)} were expected`,
+        `rank ${event.rank} on ${format.value(event.host)} computes ${format.seconds(event.compute_seconds)} a step where ${format.seconds(event.expected_seconds)} were expected${event.remedy ? `: ${format.value(event.remedy)}` : ""}`,
       ];
     if (event.event === "resume") {
       const again =
