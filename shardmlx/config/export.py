@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, Options, in_group, same_as
+from shardmlx.config.options import REQUIRED, Options, declared, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.modelfiles.tensors import DEFAULTS
 
@@ -96,6 +96,9 @@ class ExportOptions(Options):
     adapter_path: str | None = _content(
         None, "adapters to fuse: directory of a run, of a checkpoint, or of several", metavar="DIR"
     )
+    peft: bool = _content(
+        False, "write the adapters alone, as PEFT's, for PEFT, vLLM and llama.cpp"
+    )
     dequantize: bool = _content(False, "make plain weights of quantised ones, before --quantize")
     quantize: str | None = _content(
         None,
@@ -115,6 +118,17 @@ class ExportOptions(Options):
     )
     verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.peft:
+            return
+        refuse("peft", "has no adapters", "give --adapter-path", when=self.adapter_path is None)
+        usual = {each.name: each.usual for each in declared(type(self))}
+        for name in ("dequantize", "quantize", "dtype", "max_shard", "verify"):
+            value = getattr(self, name)
+            complaint = "is for a whole model, and --peft writes adapters"
+            refuse(name, complaint, "leave it out", when=value != usual[name])
+
     @property
     def packing(self) -> PackingOptions | None:
         """The way to quantise, if any."""
@@ -124,7 +138,8 @@ class ExportOptions(Options):
 LINE = CommandLine(
     options=ExportOptions,
     command="export",
-    description="Write a finished model: adapters fused, converted, quantised, tensor by tensor.",
+    description="Write a finished model: adapters fused, converted, quantised, tensor by tensor. "
+    "Or adapters as PEFT's.",
     groups=(_CONTENT, _FILES),
     refused=_REFUSED,
 )

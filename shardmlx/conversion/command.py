@@ -24,8 +24,12 @@ def run(words: Sequence[str]) -> int:
     started = time.monotonic()
 
     from shardmlx.conversion.export import export, report
+    from shardmlx.conversion.peft_export import export_peft
 
     try:
+        if options.peft:
+            export_peft(options, reporter)
+            return 0
         export(options, reporter)
     except Stopped as stop:
         print(f"shardmlx: {one_line(stop)}", file=sys.stderr)

@@ -25,6 +25,7 @@ from shardmlx.loading.hub_download import (
 )
 from shardmlx.loading.manifest import ModelManifest, fingerprint
 from shardmlx.loading.partial_copy import PartialCopy
+from shardmlx.loading.peft import PEFT_FILE, PICKLED
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import check_model_files, directory_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
@@ -129,7 +130,8 @@ def find_trained(name: str) -> Trained:
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
-    if (path / ADAPTER_FILE).is_file() and (path / ADAPTER_CONFIG_FILE).is_file():
+    has_tensors = any((path / file).is_file() for file in (ADAPTER_FILE, PEFT_FILE, PICKLED))
+    if has_tensors and (path / ADAPTER_CONFIG_FILE).is_file():
         config, file = find_adapters(path)
         return Trained(name, fingerprint(path, [file.name]), config, (file,))
     if (step := step_of(path.absolute().name)) is not None and (path / MANIFEST).is_file():

@@ -17,6 +17,15 @@ from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, file_access, naming, refusing
+from shardmlx.loading.peft import (
+    PEFT_FILE,
+    PICKLED,
+    check_peft,
+    from_peft,
+    has_peft_names,
+    is_peft,
+    start_file,
+)
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 from shardmlx.models.sizes.config_reader import parse_config
 
@@ -24,9 +33,11 @@ _PARTS = frozenset({"lora_a", "lora_b", "m"})
 
 
 def add_adapters(model: nn.Module, config: Mapping[str, Any], files: Iterable[Path]) -> None:
-    """Put adapters into a model: the tensors of ``files``, which ``config`` describes as
-    adapter_config.json. Raises ``UserError``."""
+    """Put adapters, mlx-lm's or PEFT's, into a model: the tensors of ``files``, which ``config``
+    describes as adapter_config.json. Raises ``UserError``."""
     weights = read_tensors(files)
+    if is_peft(config):
+        weights, config = from_peft(config, weights, dict(model.named_modules()))
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":
         make_adapters(model, config["num_layers"], config["lora_parameters"], kind)
@@ -73,13 +84,17 @@ def check_keys(model: nn.Module, keys: list[str] | None) -> None:
 
 
 def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
-    """Begin with a file's adapters or weights: all must be trained. Raises ``UserError``."""
+    """Begin with a file's adapters or weights, or with those of PEFT's directory: all must be
+    trained. Raises ``UserError``."""
     with naming(f"--resume-adapter-file {file}"):
+        file = start_file(file)
         if not file.is_file():
             remedy = f"name its {ADAPTER_FILE}" if file.is_dir() else ""
             raise UserError("there is no such file", remedy)
         weights = read_tensors([file])
         remedy = "use the model and lora_parameters that it was made with"
+        if not fine_tune.is_full and has_peft_names(weights):
+            weights, remedy = _as_trained(model, file, weights, fine_tune)
         known = dict(tree_flatten(model.parameters()))
         if not weights.keys() & known.keys():
             raise UserError("it holds no weight of this model")
@@ -87,6 +102,30 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
             known = dict(tree_flatten(model.trainable_parameters()))
             remedy += ": --num-layers, and keys in lora_parameters"
         put(model, weights, known, remedy)
+
+
+def _as_trained(
+    model: nn.Module, file: Path, tensors: dict[str, mx.array], fine_tune: FineTune
+) -> tuple[dict[str, mx.array], str]:
+    """Return PEFT's tensors as float32 adapters that have their effect with this run's scale, and
+    the remedy where it has no such adapters. Raises ``UserError``."""
+    described = file.with_name(ADAPTER_CONFIG_FILE)
+    if not described.is_file():
+        raise UserError("its tensors are PEFT's", f"put PEFT's {ADAPTER_CONFIG_FILE} beside it")
+    config = _described(described)
+    if not is_peft(config):
+        raise UserError(
+            f"its tensors are PEFT's, and {described} is not", "put PEFT's own beside it"
+        )
+    made, own = from_peft(config, tensors, dict(model.named_modules()))
+    theirs = own["lora_parameters"]
+    factor = theirs["scale"] / fine_tune.lora_parameters["scale"]
+    weights = {
+        name: array.astype(mx.float32) * (factor if name.endswith(".lora_b") else 1.0)
+        for name, array in made.items()
+    }
+    kind = f"--fine-tune-type {own['fine_tune_type']}"
+    return weights, f"give {kind}, rank: {theirs['rank']} in lora_parameters, and its modules"
 
 
 def put(
@@ -117,22 +156,29 @@ def read_tensors(files: Iterable[Path]) -> dict[str, mx.array]:
 
 def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
     """Return the checked adapter_config.json and the file of the tensors. Raises ``UserError``."""
-    described = directory / ADAPTER_CONFIG_FILE
-    remedy = "name a whole model as --model" if (directory / CONFIG_FILE).is_file() else ""
-    with file_access("read", described, remedy):
-        config = parse_config(described.read_bytes(), described)
-    with naming(str(described)):
+    config = _described(directory / ADAPTER_CONFIG_FILE)
+    file = directory / (PEFT_FILE if is_peft(config) else ADAPTER_FILE)
+    if file.is_file():
+        return config, file
+    if is_peft(config) and (pickled := directory / PICKLED).is_file():
+        raise UserError(f"{pickled} is pickled", f"save it with PEFT as {PEFT_FILE}")
+    raise UserError(f"there is no {file}")
+
+
+def _described(file: Path) -> dict[str, Any]:
+    """Return the checked adapter_config.json, mlx-lm's or PEFT's. Raises ``UserError``."""
+    remedy = "name a whole model as --model" if file.with_name(CONFIG_FILE).is_file() else ""
+    with file_access("read", file, remedy):
+        config = parse_config(file.read_bytes(), file)
+    with naming(str(file)):
         _check(config)
-    file = directory / ADAPTER_FILE
-    if not file.is_file():
-        raise UserError(f"there is no {file}")
-    return config, file
+    return config
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    if "peft_type" in config:
-        remedy = "merge it with PEFT (merge_and_unload), and name the result as the model"
-        raise UserError("it is of PEFT, which names and scales adapters otherwise", remedy)
+    if is_peft(config):
+        check_peft(config)
+        return
     kind = config.get("fine_tune_type", "lora")
     if kind not in FINE_TUNE_TYPES:
         raise UserError(f"fine_tune_type is {kind!r}", f"one of {', '.join(FINE_TUNE_TYPES)}")

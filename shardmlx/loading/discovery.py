@@ -16,6 +16,7 @@ from shardmlx.config.specs import ModelSource
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.errors import UserError
+from shardmlx.loading.adapters import find_adapters
 from shardmlx.loading.hub_download import find_model, manifest_of, whole_snapshot
 from shardmlx.loading.local_files import (
     CopyPlan,
@@ -27,7 +28,7 @@ from shardmlx.loading.local_files import (
     whole_files,
 )
 from shardmlx.loading.manifest import read_model_manifest
-from shardmlx.modelfiles.sources import ADAPTER_FILE, SUFFIX
+from shardmlx.modelfiles.sources import SUFFIX
 
 
 def find_model_files(crew: Crew[LocalFiles], source: ModelSource, reporter: Reporter) -> None:
@@ -53,9 +54,9 @@ def find_adapter_files(
     path = Path(adapters)
     is_file = path.suffix == SUFFIX
     directory = path.parent if is_file else path
-    file = path.name if is_file else ADAPTER_FILE
     found = None
     with suppress(UserError, OSError):
+        file = path.name if is_file else find_adapters(directory)[1].name
         found = whole_files(directory, [file])
     if found is None:
         crew.all(LocalFiles.use, path)

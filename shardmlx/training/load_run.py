@@ -21,6 +21,7 @@ from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError, file_access
 from shardmlx.islands.hub_link import join
 from shardmlx.islands.shared_weights import Sharing
+from shardmlx.loading.peft import start_file
 from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
@@ -110,7 +111,7 @@ def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
     config = planned.config
     start = planned.config.resume_adapter_file
     with file_access("read", f"--resume-adapter-file {start}"):
-        digest = None if start is None else file_digest(Path(start))
+        digest = None if start is None else file_digest(start_file(Path(start)))
     return RunFacts(
         layers=opened.shape.num_layers,
         stored_dtype=only_dtype(open_model(str(opened.path))),

@@ -12,6 +12,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.checks import LORA_DEFAULTS, checked_lora
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError, file_access
+from shardmlx.loading.peft import is_peft, kind_of, start_file
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE
 from shardmlx.models.sizes.config_reader import parse_config
 
@@ -93,11 +94,13 @@ def _of_start(config: TrainConfig) -> Iterator[str]:
     file = config.resume_adapter_file
     if file is None or config.tune.is_full:
         return
-    described = Path(file).parent / ADAPTER_CONFIG_FILE
+    described = start_file(Path(file)).with_name(ADAPTER_CONFIG_FILE)
     theirs: dict[str, Any] = {}
     with suppress(UserError), file_access("read", described):
         theirs = parse_config(described.read_bytes(), described)
     kind = theirs.get("fine_tune_type", config.tune.fine_tune_type)
+    if is_peft(theirs):
+        kind = kind_of(theirs)
     if kind != config.tune.fine_tune_type:
         yield (
             f"--resume-adapter-file {file} has adapters of fine_tune_type {kind}, which do "
