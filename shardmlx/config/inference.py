@@ -77,7 +77,9 @@ class InferenceConfig(Options):
     source: ModelSource = section(
         ModelSource, model=common.model("mlx-community/Llama-3.2-3B-Instruct-4bit")
     )
-    adapter_path: str | None = _model(None, "directory of trained adapters", metavar="DIR")
+    adapter_path: str | None = _model(
+        None, "directory of trained adapters, mlx-lm's or PEFT's", metavar="DIR"
+    )
     trust_remote_code: bool = _model(False, "run code that comes with the tokenizer")
     extra_eos_token: Sequence[str] = _model(
         [], "further tokens that end an answer", metavar="TOKEN", parse=str.split

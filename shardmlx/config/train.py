@@ -152,7 +152,9 @@ class TrainConfig(Options):
         above=0,
         excludes="iters",
     )
-    resume_adapter_file: str | None = _training(None, "adapters to start from", metavar="FILE")
+    resume_adapter_file: str | None = _training(
+        None, "adapters to start from, or PEFT's directory", metavar="FILE"
+    )
     grad_checkpoint: bool | None = _training(
         None, "the same as --recompute full, or none", unset="as --recompute"
     )

@@ -31,6 +31,7 @@ from shardmlx.loading.local_files import CopyPlan, FoundFiles, LocalFiles, Wante
 from shardmlx.loading.manifest import read_model_manifest
 from shardmlx.loading.rank_setup import ModelWorker, bring_weights, open_everywhere
 from shardmlx.loading.transfer import Needs
+from shardmlx.main import main
 from shardmlx.modelfiles import safetensors_header
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.sources import RECORD
@@ -463,8 +464,14 @@ def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Pa
 # Adapters.
 
 
-def test_adapters_that_only_rank_0_has(llama: Path, tmp_path: Path, temporary: Path) -> None:
-    save_random_lora(tmp_path / "adapters", llama, 3)
+@pytest.mark.parametrize("peft", [False, True])
+def test_adapters_that_only_rank_0_has(
+    peft: bool, llama: Path, tmp_path: Path, temporary: Path
+) -> None:
+    made = save_random_lora(tmp_path / ("made" if peft else "adapters"), llama, 3)
+    if peft:
+        words = ["--adapter-path", str(made), "--peft", "-o", str(tmp_path / "adapters")]
+        assert main(["export", str(llama), *words]) == 0
 
     def work(transport: LocalTransport) -> bool:
         own = str(tmp_path / "adapters") if transport.rank == 0 else str(tmp_path / "none")
