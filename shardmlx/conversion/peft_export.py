@@ -1,4 +1,4 @@
-"""Adapters alone as PEFT's, which PEFT, vLLM and llama.cpp's converter read."""
+"""Write adapters alone, in the form that PEFT, vLLM and llama.cpp's converter read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMON = ("model.layers.", "model.embed_tokens", "model.language_model.", "lm_he
 
 
 def export_peft(options: ExportOptions, reporter: Reporter) -> None:
-    """Write the adapters as PEFT's two files. Of the model only headers are read. Raises
+    """Write the adapters as PEFT's two files, from the headers of the model alone. Raises
     ``UserError``."""
     directory = Path(options.output_dir)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
