@@ -366,6 +366,25 @@ def encodes_plainly(inner: Any) -> bool:
     )
 
 
+def decode_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return a function from tokens to text that returns what ``tokenizer.decode`` returns, in a
+    third of the time where the tokenizer of the tokenizers package alone makes the text.
+
+    transformers 5.24.0: ``decode`` looks for batches and arrays of other libraries, and ``_decode``
+    cleans spaces up where the tokenizer asks for it. When it breaks: return ``tokenizer.decode``.
+    """
+    inner = getattr(tokenizer, "_tokenizer", None)
+    plain: Callable[[list[int]], str] = tokenizer.decode
+    if inner is None or not inner.is_fast or inner.clean_up_tokenization_spaces:
+        return plain
+    if any(
+        not getattr(type(inner), name).__module__.startswith("transformers.tokenization_utils_")
+        for name in ("decode", "_decode")
+    ):
+        return plain
+    return partial(inner.backend_tokenizer.decode, skip_special_tokens=False)
+
+
 def has_template_in_python(tokenizer: Any) -> bool:
     """Return whether a function of mlx-lm writes conversations, which takes fewer arguments.
 

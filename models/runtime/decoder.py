@@ -102,6 +102,7 @@ class Decoder:
         # Numbers of the caches of these layers, and of earlier donors, among those of mlx-lm.
         numbers = (parts.caches[i] for i in [*self._donors, *range(start, stop)])
         self.caches = [i for i in numbers if i is not None]
+        self._has_every_cache = self.caches == [*range(len(self._empty))]
         places = [hasattr(cache, "offset") for cache in self._empty]
         self._counts = any(places) and not any(places[i] for i in self.caches)
 
@@ -265,6 +266,8 @@ class Decoder:
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:
         """Return every cache that the family's code uses: one mask serves all layers of a kind."""
+        if self._has_every_cache:
+            return [*caches[: len(self._empty)]]
         own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=False)}
         # Layers of other kinds are outside; ours may take positions from their caches.
         placed = next((cache for cache in caches if hasattr(cache, "offset")), None)

@@ -183,6 +183,13 @@ def _backends_make_the_same_tokens() -> bool:
     return backend is not None and quick == ([0, 1, 0], [1, 2, 3])
 
 
+def _backends_make_the_same_text() -> bool:
+    letters = _letters("a")
+    decode = compat.decode_of(letters)
+    is_quick: bool = decode != letters.decode
+    return is_quick and decode([0, 1, 0]) == letters.decode([0, 1, 0])
+
+
 def _settings_of_a_backend_are_seen() -> bool:
     letters = _letters("a")
     letters._tokenizer.backend_tokenizer.enable_truncation(1)
@@ -259,6 +266,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
     compat.tokens_of_text: _tokens_tell_where_they_end,
     compat.backend_of: _backends_make_the_same_tokens,
+    compat.decode_of: _backends_make_the_same_text,
     compat.encodes_plainly: _settings_of_a_backend_are_seen,
     compat.has_template_in_python: _templates_in_python_are_told,
     compat.has_generation_marks: _templates_tell_whether_they_mark,

@@ -210,6 +210,9 @@ class News:
     def take(self, begin: Begin | None = None) -> Commands:
         """Return what tells all this, once. One that begins takes the caches of others before
         these are dropped."""
+        taken = (self._cut, self._kept, self._put_back, self._dropped)
+        if begin is None and not any(taken):
+            return ()
         told: list[Command] = [Reject(sequence, count) for sequence, count in self._cut.items()]
         if self._kept:
             told.append(Keep(tuple(self._kept), tuple(self._kept.values())))
@@ -219,6 +222,6 @@ class News:
             told.append(begin)
         if self._dropped:
             told.append(Drop(tuple(self._dropped)))
-        for taken in (self._cut, self._kept, self._put_back, self._dropped):
-            taken.clear()
+        for each in taken:
+            each.clear()
         return tuple(told)

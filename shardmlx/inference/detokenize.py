@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from shardmlx.compat import trims_first_space
+from shardmlx.compat import decode_of, trims_first_space
 from shardmlx.inference.sampling_params import BROKEN
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class StopStrings:
 
     def take(self, text: str, *, is_last: bool) -> str:
         """Take in further text, and return what is to be passed on of it and of text held back."""
+        if not self.strings:
+            return text
         text = self._held + text
         end, stop = before_any(self.strings, text, is_last=is_last)
         self.found, self._held = stop or None, text[end:]
@@ -127,7 +129,7 @@ class IncrementalDetokenizer:
     ) -> IncrementalDetokenizer:
         """Return a new answer, whose text goes on from the tokens ``before`` it."""
         trims = trims_first_space(tokenizer.detokenizer)
-        words = TokenText(tokenizer.decode, before, trims=trims)
+        words = TokenText(decode_of(tokenizer), before, trims=trims)
         eos = frozenset(tokenizer.eos_token_ids)
         return cls(words, eos, max_tokens, stops or StopStrings())
 

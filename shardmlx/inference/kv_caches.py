@@ -109,7 +109,9 @@ class KVCaches:
         """Return the caches that an item's tokens enter, a row a sequence."""
         if isinstance(item, Prefill):
             return self._quantised(self._alone.setdefault(item.sequence, self.new()))
-        group = self._groups.setdefault(item.group, _BatchedCaches())
+        group = self._groups.get(item.group)
+        if group is None:
+            group = self._groups[item.group] = _BatchedCaches()
         if joining := item.sequences[len(group.sequences) :]:
             group.join(joining, [self._alone.pop(sequence) for sequence in joining])
         if group.sequences != item.sequences:

@@ -81,6 +81,9 @@ from shardmlx.inference.sequence_drafts import SequenceDrafts
 from shardmlx.inference.sequence_state import SequenceState
 from shardmlx.inference.stage import TOKENS_TAG, UNSENT, StageWorker
 
+NONE_YET = np.zeros((0, 1), np.int32)
+"""The tokens of a round that come out of its graph, before they do."""
+
 
 class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
@@ -227,7 +230,7 @@ class FirstStage:
     def _step(self, *, begins: bool) -> list[tuple[int, SampledToken]]:
         if self._others:
             return [self._given(*self._others.popleft())]
-        if came := self._take():
+        if self._last and (came := self._take()):
             return came
         if (begins and self._issue_next()) or not self._rounds:
             return []
@@ -298,7 +301,9 @@ class FirstStage:
             return
         if self._drafts.expects(ahead):
             return
-        tokens = under_way.graph.outputs[:, :1]
+        tokens = under_way.graph.outputs
+        if tokens.shape[1] > 1:
+            tokens = tokens[:, :1]
         if len(ahead.sequences) < len(item.sequences):
             rows = [item.sequences.index(number) for number in ahead.sequences]
             tokens = tokens[mx.array(rows)]
@@ -359,8 +364,7 @@ class FirstStage:
         """Return the round of an item that has been started: its tokens come in a message, or out
         of its ``graph``."""
         if not self._last:
-            none = np.zeros((0, 1), np.int32)
-            return Round(item, none, Handle(none), draft, graph, runs_ahead)
+            return Round(item, NONE_YET, Handle(NONE_YET), draft, graph, runs_ahead)
         width = packed_width([self._sequences[number].params for number in item.sequences])
         guesses = item.guesses if isinstance(item, Decode) else 0
         rows = len(item.sequences) * item.length + guesses
@@ -433,9 +437,9 @@ class FirstStage:
         if self.drafting.most and not goes_on:
             cut += known.void(self._rounds.make_guesses_void(number))
         self._scheduler.news.cut(number, cut)
-        first, *others = (unpack(row, known.params) for row in back.tokens[i : i + count])
-        self._others += ((number, each) for each in others)
-        return self._given(number, first)
+        for row in back.tokens[i + 1 : i + count]:
+            self._others.append((number, unpack(row, known.params)))
+        return self._given(number, unpack(back.tokens[i], known.params))
 
     def _given(self, number: int, sampled: SampledToken) -> tuple[int, SampledToken]:
         return number, self._sequences[number].take(sampled)

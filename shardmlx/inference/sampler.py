@@ -50,11 +50,11 @@ class _SequenceState:
     matcher: Matcher | None = None
     after: list[_Place] = field(default_factory=list)
     next: int | None = None
+    is_greedy: bool = field(init=False)
+    """True if the likeliest token is taken, whatever came before."""
 
-    @property
-    def is_greedy(self) -> bool:
-        """True if the likeliest token is taken, whatever came before."""
-        return not (self.processors or self.matcher or self.params.temp > 0)
+    def __post_init__(self) -> None:
+        self.is_greedy = not (self.processors or self.matcher or self.params.temp > 0)
 
 
 @dataclass
@@ -107,19 +107,20 @@ class BatchSampler:
         those that are ``void``.
 
         With ``drafts`` there is one sequence: after its tokens comes a row, and after each draft,
-        as if it had been sampled. Returns int32 (rows, ``packed_width``), for ``unpack``, lazy:
-        evaluate it, then call ``settle``. Unless there are drafts, or it is not ``is_sure`` that
-        the tokens before are of the text, the next tokens may be sampled before that.
+        as if it had been sampled. Returns integers of 32 bits (rows, ``packed_width``), for
+        ``unpack``, lazy: evaluate it, then call ``settle``. Unless there are drafts, or it is not
+        ``is_sure`` that the tokens before are of the text, the next tokens may be sampled before
+        that.
         """
         mine = [self._sequences[sequence] for sequence in sequences if sequence not in void]
         width = packed_width([self._sequences[sequence].params for sequence in sequences])
         if all(sequence.is_greedy for sequence in mine):
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            return _pack(mx.argmax(logprobs, axis=-1).astype(mx.int32), logprobs, width)
+            return _pack(mx.argmax(logprobs, axis=-1, keepdims=True), logprobs, width)
         if drafts or not is_sure:
             (state,) = mine
             tokens, logprobs, state.after = _chosen(state, logits, drafts)
-            return _pack(tokens, logprobs, width)
+            return _pack(tokens[:, None], logprobs, width)
         rows: list[tuple[mx.array, mx.array]] = []
         for i, sequence in enumerate(sequences):
             state = self._sequences[sequence]
@@ -129,7 +130,7 @@ class BatchSampler:
                 continue
             token, logprobs, (state.place,) = _chosen(state, here)
             rows.append((token, logprobs))
-        tokens = mx.concatenate([token for token, _ in rows])
+        tokens = mx.concatenate([token for token, _ in rows])[:, None]
         return _pack(tokens, mx.concatenate([logprobs for _, logprobs in rows]), width)
 
     def settle(
@@ -240,11 +241,11 @@ def packed_width(params: Sequence[SamplingParams]) -> int:
 
 
 def _pack(tokens: mx.array, logprobs: mx.array, width: int) -> mx.array:
-    tokens = tokens[:, None]
+    """Return ``tokens`` (rows, 1) in rows of this width, with what is asked for of ``logprobs``."""
     if width == 1:
         return tokens
     logprobs = logprobs.astype(mx.float32)
-    parts = [tokens, mx.take_along_axis(logprobs, tokens, axis=-1).view(mx.int32)]
+    parts = [tokens.astype(mx.int32), mx.take_along_axis(logprobs, tokens, axis=-1).view(mx.int32)]
     if wanted := (width - 2) // 2:
         likeliest = mx.argpartition(-logprobs, wanted - 1, axis=-1)[:, :wanted]
         theirs = mx.take_along_axis(logprobs, likeliest, axis=-1)

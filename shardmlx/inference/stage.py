@@ -117,6 +117,13 @@ class StageWorker:
         self.last = mesh.rank(0, mesh.pp - 1)  # which samples
         self._sharing = mesh.sharing(rank)
         self._is_last = self.part.is_last and rank == self.last
+        self.shares_tokens = len(self._sharing) > 1
+        """True if other ranks share this one's stage, and need the tokens that enter it."""
+        alone = self.last == 0 and rank == 0 and not self.shares_tokens
+        self.runs_ahead = alone and self.head is None
+        """True if this rank samples what it reads next: a step can begin with tokens that nobody
+        has read. The head reads them first, and so do ranks that share the stage: MLX waits for
+        their part of a sum before it returns from what was to run ahead."""
         is_alone = mesh.size == 1 and self.head is None
         self._is_whole = self.part.is_first and self.part.is_last and is_alone
         self._steps = 0
@@ -124,19 +131,6 @@ class StageWorker:
         self.announcer = Announcer(self.outbox, mesh.size)
         self._foreseen: dict[int, ItemGraph] = {}
         self._waits: deque[float] = deque([0.0], maxlen=4)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """True if this rank samples what it reads next: a step can begin with tokens that nobody
-        has read. The head reads them first, and so do ranks that share the stage: MLX waits for
-        their part of a sum before it returns from what was to run ahead."""
-        alone = self.last == 0 and self.transport.rank == 0 and not self.shares_tokens
-        return alone and self.head is None
-
-    @property
-    def shares_tokens(self) -> bool:
-        """True if other ranks share this one's stage, and need the tokens that enter it."""
-        return len(self._sharing) > 1
 
     def begin(self, item: Item | None) -> None:
         """Begin an item, or wait for one. Raises what transports raise if a rank is lost."""
@@ -328,7 +322,7 @@ class StageWorker:
         if not self._is_last:
             mx.eval(graph.outputs)
             return
-        graph.tokens = np.array(graph.outputs)
+        graph.tokens = np.array(graph.outputs).view(np.int32)
         drafts = item.drafts if isinstance(item, Decode) else ()
         guess = item.guess if isinstance(item, Decode) else None
         tokens = graph.tokens[:, 0].tolist()
