@@ -63,25 +63,27 @@ class OptimizerFacts:
     needs in memory.
 
     ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
-    ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix:
-    measured (tests/unit/planning/test_memory_of_updates.py).
+    ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix, if
+    each kind of arrays is waited for; ``at_once`` if there is one wait: measured
+    (tests/unit/planning/test_memory_of_updates.py).
     """
 
     class_name: str
     states: int
     passing: int
     passing_alone: int
+    at_once: int
 
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
     {
-        "adam": OptimizerFacts("Adam", 2, 2, 2),
-        "adamw": OptimizerFacts("AdamW", 2, 2, 2),
-        "muon": OptimizerFacts("Muon", 1, 5, 9),
-        "sgd": OptimizerFacts("SGD", 1, 1, 1),
-        "adafactor": OptimizerFacts("Adafactor", 0, 3, 5),
-        "lars": OptimizerFacts("LARS", 1, 2, 3),
-        "lamb": OptimizerFacts("LAMB", 2, 4, 5),
+        "adam": OptimizerFacts("Adam", 2, 2, 2, 5),
+        "adamw": OptimizerFacts("AdamW", 2, 2, 2, 5),
+        "muon": OptimizerFacts("Muon", 1, 4, 9, 13),
+        "sgd": OptimizerFacts("SGD", 1, 1, 1, 2),
+        "adafactor": OptimizerFacts("Adafactor", 0, 3, 5, 6),
+        "lars": OptimizerFacts("LARS", 1, 2, 3, 5),
+        "lamb": OptimizerFacts("LAMB", 2, 4, 5, 9),
     }
 )
 """The optimizers of mlx_lm.lora, and two for large batches (``engine.large_batch_optimizers``)."""

@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.compat import begin_evaluation
-from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.checks import OPTIMIZERS, OptimizerFacts
 from shardmlx.config.specs import FineTune
-from shardmlx.engine.buffers import UPDATE_BYTES, in_buckets
+from shardmlx.engine.buffers import UPDATE_BYTES
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.large_batch_optimizers import LAMB, LARS, LayerwiseOptimizer
 from shardmlx.engine.stage import Stage, layer_of
@@ -26,6 +26,53 @@ from shardmlx.models.runtime.slice import Slice
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
+
+
+FLOAT32 = 4
+"""Bytes of a number of an update."""
+
+
+@dataclass(slots=True)
+class UpdatePiece:
+    """Trained weights that are updated together, by ``names``. Where it ``has_room``, one wait is
+    enough: the temporary arrays of all kinds may exist together, which a fast device computes
+    without waiting for the host. Else one kind of arrays is waited for after the other."""
+
+    names: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    has_room: bool = True
+
+
+def pieces_of(
+    layers: Sequence[Mapping[str, int]],
+    ends: Sequence[Mapping[str, int]],
+    facts: OptimizerFacts,
+    small: int = UPDATE_BYTES,
+    *,
+    by_layer: bool = False,
+) -> list[UpdatePiece]:
+    """Return the weights of ``layers``, and then of the ``ends`` of the model, in pieces: as few as
+    take no more memory than the plan counts, the passing arrays of the largest layer.
+
+    ``layers`` have the float32 bytes of each weight. Pieces free their gradients, so that later
+    ones have more room. A piece ``by_layer`` is a layer, or several of up to ``small`` bytes.
+    """
+    of_layers = [facts.passing * sum(layer.values()) for layer in layers]
+    room = max([*of_layers, *(nbytes for end in ends for nbytes in end.values())], default=0)
+    pieces = [UpdatePiece()]
+    for layer in (*layers, *ends):
+        for part in [layer] if by_layer else [{name: layer[name]} for name in layer]:
+            piece = pieces[-1]
+            together = piece.nbytes + sum(part.values())
+            goes_on = piece.has_room and facts.at_once * together <= room and not by_layer
+            if piece.names and not (goes_on or together <= small):
+                room += piece.nbytes
+                piece = UpdatePiece()
+                pieces.append(piece)
+            piece.names.extend(part)
+            piece.nbytes += sum(part.values())
+            piece.has_room = piece.nbytes <= max(small, room // facts.at_once)
+    return pieces
 
 
 def build_optimizer(tune: FineTune, parts: Sequence[Slice] = ()) -> optim.Optimizer:
@@ -85,7 +132,7 @@ class Updater:
     shards: Shards | None = None
     masters: bool = False
     piece_bytes: int = UPDATE_BYTES
-    """Bytes of float32 up to which layers are updated together."""
+    """Bytes of float32 up to which layers are updated together in any case."""
     has_moved: bool = field(default=False, init=False)
     """True once an update has changed a weight on this rank, as it is stored."""
     _masters: dict[str, mx.array] = field(default_factory=dict)
@@ -133,17 +180,15 @@ class Updater:
                 if not self.has_moved:
                     old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
-        # One kind of array after the other: in one graph the temporaries of all would exist
-        # together. Temporaries of small pieces may: a fast device then waits less for the host.
-        for piece, is_small in self._pieces:
-            mine = [name for name in piece if name in updated]
-            compute = begin_evaluation if is_small else mx.eval
+        for piece in self._pieces:
+            mine = [name for name in piece.names if name in updated]
+            compute = begin_evaluation if piece.has_room else mx.eval
             compute([gradients.pop(name) for name in mine])
             compute([self.optimizer.state.get(name, {}) for name in mine])
             mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
             self._compare(old, {name: new.pop(name) for name in mine})
             if self.shards is not None:
-                self.shards.start_gather(piece)
+                self.shards.start_gather(piece.names)
         mx.eval(self.optimizer.state)
         if self.shards is not None:
             self.shards.finish_gather()
@@ -175,21 +220,20 @@ class Updater:
             stage.gradients.clear()
         return gradients, weights
 
-    def _in_pieces(self) -> list[tuple[list[str], bool]]:
-        """Return the trained weights in pieces, and whether each is small: a layer, or several.
-        Matrices at the ends of the model, the largest, come last, when the gradients of all layers
-        are gone."""
+    def _in_pieces(self) -> list[UpdatePiece]:
+        """Return the trained weights in pieces. Matrices at the ends of the model, the largest,
+        come last, when the gradients of all layers are gone."""
         sizes = {name: stage.part[name].size for stage in self.stages for name in stage.names}
-        layers = [list(names) for _, names in groupby(sizes, layer_of)]
-        layers.sort(key=lambda names: not layer_of(names[0]).rpartition(".")[2].isdigit())
-        pieces = []
-        for some in in_buckets(
-            layers, lambda names: sum(sizes[name] for name in names), self.piece_bytes
-        ):
-            piece = [name for names in some for name in names]
-            nbytes = 4 * sum(sizes[name] for name in piece)  # in float32
-            pieces.append((piece, nbytes <= self.piece_bytes))
-        return pieces
+        layers: list[Mapping[str, int]] = []
+        ends: list[Mapping[str, int]] = []
+        for place, names in groupby(sizes, layer_of):
+            is_layer = place.rpartition(".")[2].isdigit()
+            (layers if is_layer else ends).append({name: FLOAT32 * sizes[name] for name in names})
+        facts = next(
+            each for each in OPTIMIZERS.values() if each.class_name == type(self.optimizer).__name__
+        )
+        divides = self.shards is not None and self.shards.divides
+        return pieces_of(layers, ends, facts, self.piece_bytes, by_layer=divides)
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FULL, NONE, FineTune, Savings
 from shardmlx.engine.batches import split
-from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.optimizer import Updater, build_optimizer, pieces_of
 from shardmlx.engine.stage import Stage
 from shardmlx.models.runtime.slice import Slice
 from tests.helpers.engines import engine_of, train_on
@@ -67,6 +68,34 @@ def test_adapters_wait_once_for_each_forward_and_backward_and_twice_for_the_upda
 ) -> None:
     model = with_adapters(tiny_model(layers=layers))
     a_step(model, waits, recompute=recompute, step=2 * MICROBATCHES, update=2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_32_large_layers_waits_about_once_a_layer_or_less(name: str) -> None:
+    rows = {"q": 4, "k": 1, "v": 1, "o": 4, "gate": 14, "up": 14, "down": 14}
+    layers = [{f"{i}.{n}": 4 * 4096 * 1024 * rows[n] for n in rows} for i in range(32)]
+    facts = OPTIMIZERS[name]
+    pieces = pieces_of(layers, [{"embedding": 4 * 4096 * 32_000}], facts)
+    # Muon's temporary arrays are the most.
+    most = 36 if name == "muon" else 32
+    assert sum(1 if piece.has_room else 3 for piece in pieces) <= most
+    assert [each for piece in pieces for each in piece.names] == [
+        *(each for layer in layers for each in layer),
+        "embedding",
+    ]
+    # Temporary arrays of a piece, without the gradients that are gone, are those of the plan.
+    gone = 0
+    for piece in pieces:
+        passing = facts.at_once if piece.has_room else facts.passing_alone
+        assert passing * piece.nbytes - gone <= facts.passing * sum(layers[0].values())
+        gone += piece.nbytes
+
+
+def test_replicas_that_exchange_weights_update_a_layer_at_a_time() -> None:
+    layers = [{f"{i}.a": 6 << 20, f"{i}.b": 6 << 20} for i in range(8)]
+    pieces = pieces_of(layers, [], OPTIMIZERS["sgd"], by_layer=True)
+    assert [piece.names for piece in pieces] == [list(layer) for layer in layers]
+    assert [piece.has_room for piece in pieces] == [False] + [True] * 7
 
 
 def test_a_stage_in_the_middle_waits_once_for_each_of_f_i_and_w(waits: list[int]) -> None:
