@@ -322,7 +322,8 @@ class Batches(Iterator[Batch]):
             raise StopIteration
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data as JSON: enough to go on with the same batches."""
+        """Return the position in the data, for ``in_json``: enough to go on with the same batches.
+        No number is copied."""
         return {"drawn_from": self._drawn_from, "epoch": self._epochs, "next": self._next}
 
     def go_to(self, position: Mapping[str, Any]) -> None:
@@ -356,10 +357,18 @@ def swapped(samples: Samples) -> Samples:
 
 
 def random_state(random: np.random.RandomState) -> dict[str, Any]:
-    """Return the state of a generator as JSON, which its ``set_state`` takes."""
-    state = random.get_state(legacy=False)
-    numbers = state["state"]
-    return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
+    """Return a copy of the state of a generator, which its ``set_state`` takes."""
+    state: dict[str, Any] = random.get_state(legacy=False)
+    return state
+
+
+def in_json(position: Any) -> Any:
+    """Return a position, or a part of one, as JSON: with lists in the place of arrays."""
+    if isinstance(position, list):
+        return [*map(in_json, position)]
+    if isinstance(position, Mapping):
+        return {name: in_json(part) for name, part in position.items()}
+    return position.tolist() if isinstance(position, np.ndarray | np.generic) else position
 
 
 def split(batch: Batch, dp: int, replica: int, micro_batch_rows: int) -> list[MicroBatch]:

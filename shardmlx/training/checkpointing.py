@@ -10,13 +10,15 @@ from shardmlx.checkpoint.store import Manifest
 from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.version_check import package_versions
+from shardmlx.engine.batches import in_json
 from shardmlx.errors import UserError
 from shardmlx.training.run_worker import RunWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The run right after an optimizer update, but for weights."""
+    """The run right after an optimizer update, but for weights: its ``state`` may have arrays,
+    which become numbers only when it is saved."""
 
     step: int
     state: Mapping[str, Any]
@@ -35,6 +37,11 @@ class Checkpoints:
         """True until a save is reported to be on the disks."""
         self._exposed = 0.0
         """Seconds for which training has waited for the last save: of the slowest rank."""
+
+    @property
+    def have_place(self) -> bool:
+        """True if the run has a directory for checkpoints: else no ``mark`` is ever saved."""
+        return self._place is not None
 
     def restore(self) -> None:
         """Let all ranks take their part of the checkpoint to resume. Raises ``UserError``."""
@@ -109,7 +116,7 @@ class Checkpoints:
             step=point.step,
             files=(),
             identity=self._job.identity,
-            state=point.state,
+            state=in_json(point.state),
             plan={  # for people to read: any layout can resume it
                 **asdict(plan.mesh),
                 "schedule": plan.schedule,

@@ -132,7 +132,8 @@ class Trainer:
             return None
         # The next batch is drawn after the validation's, as in mlx-lm, and travels with this step,
         # to be there when the next one begins. A checkpoint of this step resumes with it.
-        self._position = self._present_position()
+        if self._checkpoints.have_place:
+            self._position = self._present_position()
         following: list[Rows | None] = [*nobody]
         self._is_sent_ahead = step < options.iters
         if self._is_sent_ahead:
@@ -169,7 +170,7 @@ class Trainer:
             if step % options.steps_per_report == 0 or step == options.iters:
                 scale = self._loss_scale if self._options.loss_scale is not None else None
                 self._report.step(step, self._grad_norm, scale, self._bar)
-        if ends_update:
+        if ends_update and self._checkpoints.have_place:
             self._checkpoints.mark(self._point(step, self._position))
         self._save_if_due(step)
         self._checkpoints.report()

@@ -21,6 +21,7 @@ from shardmlx.engine.batches import (
     MicroBatch,
     Sample,
     few_widths,
+    in_json,
     make_batch,
     padded_width,
     random_state,
@@ -135,7 +136,7 @@ class _Loop:
         return drawn
 
     def state(self) -> str:
-        return json.dumps([random_state(self._random), self._batches.position()])
+        return json.dumps(in_json([random_state(self._random), self._batches.position()]))
 
     def restore(self, text: str) -> None:
         random, position = json.loads(text)
@@ -162,9 +163,19 @@ def test_the_state_of_a_generator_survives_its_text() -> None:
     random, again = np.random.RandomState(3), np.random.RandomState(4)
     random.standard_normal()  # keeps the second of two for the next call
     random.randint(9, size=700)
-    again.set_state(json.loads(json.dumps(random_state(random))))
+    again.set_state(json.loads(json.dumps(in_json(random_state(random)))))
     assert random.standard_normal(9).tolist() == again.standard_normal(9).tolist()
     assert random.permutation(99).tolist() == again.permutation(99).tolist()
+
+
+def test_a_position_becomes_numbers_only_in_json() -> None:
+    state = random_state(np.random.RandomState(3))
+    key = state["state"]["key"]
+    assert isinstance(key, np.ndarray)
+    assert in_json({"random": state, "next": 4}) == {
+        "random": {**state, "state": {"key": key.tolist(), "pos": state["state"]["pos"]}},
+        "next": 4,
+    }
 
 
 @pytest.mark.parametrize("seed", range(3))
