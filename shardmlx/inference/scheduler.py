@@ -19,7 +19,7 @@ its tokens so far are computed again, as a prompt. It goes on as if nothing had 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -117,7 +117,8 @@ class Scheduler:
         self._chunks_since = 0
         self._groups = [_DecodeGroup() for _ in range(self.groups)]
         self._turns = deque(range(self.groups))
-        self._waiting: deque[_Sequence] = deque()
+        # In order; by number, since any of thousands may be given up.
+        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._current: _Sequence | None = None
         self._open: dict[int, _Sequence] = {}
 
@@ -146,7 +147,7 @@ class Scheduler:
             raise ValueError(f"a prompt of {tokens} tokens")
         if self.capacity is not None and held(context) > self.capacity:
             raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
-        self._waiting.append(_Sequence(sequence, tokens, tokens, context, params, adapter))
+        self._waiting[sequence] = _Sequence(sequence, tokens, tokens, context, params, adapter)
 
     @property
     def has_prompt(self) -> bool:
@@ -211,9 +212,8 @@ class Scheduler:
         """End a sequence, even before its prefill has begun: what is under way of it comes in vain.
         The stages drop its caches, or ``keep`` them but for the last tokens that are ``cut``.
         Return whether they keep any."""
-        waiting = next((each for each in self._waiting if each.number == sequence), None)
+        waiting = self._waiting.pop(sequence, None)
         if waiting is not None:
-            self._waiting.remove(waiting)
             if waiting.is_known:  # it was put back: there is its sampling state
                 self.news.drop(sequence)
             return False
@@ -237,7 +237,8 @@ class Scheduler:
                 return False
             sequence = self._take_out(last)
             sequence.left = sequence.tokens
-            self._waiting.appendleft(sequence)
+            self._waiting[last] = sequence
+            self._waiting.move_to_end(last, last=False)
             self.news.put_back(last)
         return True
 
@@ -253,10 +254,10 @@ class Scheduler:
 
     def _next_prompt(self) -> _Sequence | None:
         if self._current is None and self._waiting and len(self._open) < self.most:
-            prompt = self._waiting[0]
+            prompt = next(iter(self._waiting.values()))
             self._open[prompt.number] = prompt
             if self._has_room:
-                self._current = self._waiting.popleft()
+                self._current = self._waiting.pop(prompt.number)
             else:
                 del self._open[prompt.number]
         return self._current

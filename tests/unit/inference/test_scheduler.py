@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from shardmlx.inference.commands import (
@@ -180,6 +182,27 @@ def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt()
     assert second == (Keep((0,), (0,)), Begin(2), Prefill(2, 1, samples=True))
     scheduler.news.drop(0)
     assert scheduler.news.take() == (Drop((0,)),)
+
+
+def test_a_prompt_is_given_up_in_as_many_calls_however_many_wait() -> None:
+    def calls(waiting: int) -> int:
+        scheduler = Scheduler(1, most=4, chunk=8)
+        for number in range(waiting):
+            scheduler.add(number, tokens=5)
+        counted = [0]
+
+        def count(*event: object) -> None:
+            counted[0] += 1
+
+        sys.setprofile(count)
+        try:
+            scheduler.finish(waiting - 1)
+        finally:
+            sys.setprofile(None)
+        assert scheduler.next() is not None
+        return counted[0]
+
+    assert calls(2000) == calls(20)
 
 
 def test_a_sequence_takes_room_as_it_grows_and_the_last_gives_way() -> None:
