@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from shardmlx.inference.commands import (
@@ -20,6 +18,7 @@ from shardmlx.inference.commands import (
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import FoundPrefix, Scheduler
+from tests.helpers.call_counts import calls_in
 
 
 def play(
@@ -189,18 +188,9 @@ def test_a_prompt_is_given_up_in_as_many_calls_however_many_wait() -> None:
         scheduler = Scheduler(1, most=4, chunk=8)
         for number in range(waiting):
             scheduler.add(number, tokens=5)
-        counted = [0]
-
-        def count(*event: object) -> None:
-            counted[0] += 1
-
-        sys.setprofile(count)
-        try:
-            scheduler.finish(waiting - 1)
-        finally:
-            sys.setprofile(None)
+        counted = calls_in(lambda: scheduler.finish(waiting - 1))
         assert scheduler.next() is not None
-        return counted[0]
+        return counted
 
     assert calls(2000) == calls(20)
 
