@@ -6,15 +6,20 @@ A grammar is text in llguidance's Lark. The rank that samples keeps to it, rank 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from shardmlx.inference.prompts import PromptEncoder
+
+READY_CHARACTERS = 2_000_000
+"""Characters of grammars that are kept ready: they take a hundred times as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,8 @@ class Grammars:
     eos: tuple[int, ...]
 
     def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of an answer."""
-        from llguidance import LLMatcher
-
-        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self.size)
+        """Return a matcher at the beginning of an answer. May be called on any thread."""
+        return Matcher(self._ready.matcher(grammar), self.size)
 
     def complaint(self, grammar: str) -> str:
         """Return what is wrong with a grammar in one line; empty if nothing is."""
@@ -41,12 +44,41 @@ class Grammars:
         return "nothing keeps to it, as where a rule is only itself" if matcher.error else ""
 
     @cached_property
-    def _tokens(self) -> Any:
+    def _ready(self) -> _ReadyGrammars:
+        return _ReadyGrammars(self)
+
+    @cached_property
+    def tokens(self) -> Any:
         """The tokens as llguidance has them: made when first needed, in two seconds."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         tokens = TokenizerWrapper(_Tokens(self))
         return LLTokenizer(tokens, eos_token=list(self.eos))
+
+
+class _ReadyGrammars:
+    """The matchers of the grammars that were asked for last, at their beginnings. A thousand tools
+    take a second to be made ready, and a copy of what is ready no time."""
+
+    def __init__(self, known: Grammars) -> None:
+        self._known = known
+        self._lock = Lock()
+        self._ready: OrderedDict[str, Any] = OrderedDict()
+
+    def matcher(self, grammar: str) -> Any:
+        """Return llguidance's matcher of a grammar."""
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if grammar not in self._ready:
+                self._ready[grammar] = LLMatcher(self._known.tokens, grammar, log_level=0)
+                self._forget_old()
+            self._ready.move_to_end(grammar)
+            return self._ready[grammar].deep_copy()
+
+    def _forget_old(self) -> None:
+        while len(self._ready) > 1 and sum(map(len, self._ready)) > READY_CHARACTERS:
+            self._ready.popitem(last=False)
 
 
 class _Tokens:
@@ -93,7 +125,7 @@ class Matcher:
     def error(self) -> str:
         """The reason for which the answer cannot go on, in one line; empty if it can."""
         said: str = self._matcher.get_error()
-        return " ".join(said.split())
+        return " ".join(said.partition("<backtrace>")[0].split())
 
     def allowed(self) -> mx.array:
         """Return whether each token may come next: bool (1, V). At the end of the grammar

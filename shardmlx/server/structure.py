@@ -22,8 +22,11 @@ from shardmlx.server.accepted_fields import Body, Json, Listed
 from shardmlx.server.closed_schema import closed
 from shardmlx.server.openai_errors import refused
 
-LONGEST_GRAMMAR = 100_000
-"""Characters of a grammar. All answers wait while it is made ready: the length squared."""
+LONGEST_GRAMMAR = 2_000_000
+"""Characters of a grammar. All answers wait while it is made ready, a second for every million."""
+
+LONGEST_RULE = 100_000
+"""Characters of a rule alone: it may take its length squared. Several take the sum of squares."""
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
@@ -74,9 +77,7 @@ class ResponseFormatBody(Body):
         """Return the structure that an answer must have, if any. Raises ``ApiError``, which calls
         the form ``where``."""
         schema = self.wanted(where)
-        return (
-            None if schema is None else Structure(where, [f"body: {_body('json', schema, where)}"])
-        )
+        return None if schema is None else Structure(where, _rules("json", schema, where))
 
 
 class StructureBody(Body):
@@ -110,7 +111,7 @@ class StructuredBody(Body):
             raise refused(f"{said}: give one of them", param)
         if kind == "grammar":
             return Structure(param, [value], is_whole=True)
-        return Structure(param, [f"body: {_body(kind, value, param)}"])
+        return Structure(param, _rules(kind, value, param))
 
     def _fields(self) -> list[tuple[str, str, Any]]:
         """Return field, kind and value of each structure that may be asked for."""
@@ -127,15 +128,16 @@ class StructuredBody(Body):
         ]
 
 
-def _body(kind: str, value: Any, param: str) -> str:
-    """Return what a rule of the grammar says of such a structure. Raises ``ApiError``."""
+def _rules(kind: str, value: Any, param: str) -> list[str]:
+    """Return the rules of a ``body`` of such a structure. Raises ``ApiError``."""
     if kind == "regex":
-        return f"/{escaped(value)}/"
+        return [f"body: /{escaped(value)}/"]
     if kind == "choice":
         if not value or not all(value):
             raise refused(f"{param}: give texts to choose from", param)
-        return " | ".join(map(quoted, value))
-    return json_term(closed(value))
+        # In a rule llguidance follows at most 2,000 of them.
+        return ["body: CHOICE", f"CHOICE: {' | '.join(map(quoted, value))}"]
+    return [f"body: {json_term(closed(value))}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +183,11 @@ class Structure:
             )
         # Without the thought, after which it would be too late.
         alone = self.rules[0] if self.is_whole else grammar_of(self.rules)
-        if len(alone) > LONGEST_GRAMMAR:
+        squares = sum(len(rule) ** 2 for rule in self.rules)
+        if len(alone) > LONGEST_GRAMMAR or squares > LONGEST_RULE**2:
             raise refused(
-                f"{param}: as a grammar it has {len(alone)} characters: at most {LONGEST_GRAMMAR} "
-                "are read",
+                f"{param}: as a grammar it has {len(alone)} characters: at most {LONGEST_RULE} are "
+                f"read, or {LONGEST_GRAMMAR} of many short rules, as those of tools are",
                 param,
             )
         if said := complaint(alone):

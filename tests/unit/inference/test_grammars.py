@@ -20,8 +20,15 @@ from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.structure import StructureBody, StructuredBody, call_rules, grammar_of
+from shardmlx.server.structure import (
+    Structure,
+    StructureBody,
+    StructuredBody,
+    call_rules,
+    grammar_of,
+)
 from tests.helpers.answers import format_of, parts_of
+from tests.helpers.call_counts import calls_by_name
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
 
@@ -261,6 +268,42 @@ def test_calls_that_are_asked_for(parser: str, tools: list[Any], small_tokenizer
             assert is_short(value["at"]) if part.name == "look" else is_number(value["days"])
         numbers.add(len(calls))
     assert numbers == {1} if len(tools) == 1 else max(numbers) >= 1
+
+
+def test_a_thousand_tools_are_made_ready_once(small_tokenizer: Path) -> None:
+    grammars = known_grammars(PromptEncoder(tokenizer=load(small_tokenizer)))
+    known = format_of("kimi_k2")
+    assert known.calls is not None
+    tools = [
+        {"type": "function", "function": {"name": f"look_{n}", "parameters": closed(at=SHORT)}}
+        for n in range(1000)
+    ]
+    rules = call_rules(tools, known.calls, {}, parallel=True)
+    grammar = Structure("tool_choice", rules).grammar(grammars.complaint, None, {})
+    known_by_now = calls_by_name(lambda: grammars.matcher(grammar))
+    assert known_by_now["deep_copy"] == 1
+    assert known_by_now.total() < 20
+    # Two answers are at places of their own.
+    first = grammars.matcher(grammar)
+    allowed = first.allowed()
+    first.take(mx.argmax(allowed).item())
+    assert first.error == ""
+    assert mx.array_equal(grammars.matcher(grammar).allowed(), allowed)
+
+
+def test_one_of_three_thousand_texts(encoder: PromptEncoder, grammars: Grammars) -> None:
+    texts = [f"{n} and {n}" for n in range(3000)]
+    grammar = asked(grammars, choice=texts)
+    assert {answer(encoder, grammars, grammar, seed) for seed in range(3)} <= {*texts}
+    assert answer(encoder, grammars, asked(grammars, choice=["a", "ab"])) in ("a", "ab")
+
+
+def test_what_is_too_large_for_llguidance_is_refused_in_a_line(grammars: Grammars) -> None:
+    rules = [f"r{n}: {' '.join(40 * [chr(34) + 'a' + chr(34)])}" for n in range(3000)]
+    rules.append(f"body: {' | '.join(f'r{n}' for n in range(3000))}")
+    with pytest.raises(ApiError) as refused:
+        Structure("tool_choice", rules).grammar(grammars.complaint, None, {})
+    assert "backtrace" not in str(refused.value)
 
 
 def test_sequences_of_a_batch_have_each_their_own(

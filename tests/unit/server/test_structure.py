@@ -97,7 +97,7 @@ def test_an_object_has_the_properties_that_are_named_unless_its_schema_says_more
     [
         ({"regex": r"[0-9]{2}/\d\n"}, r"/[0-9]{2}\/\d\n/"),
         ({"regex": "a\\/b\n"}, r"/a\/b\n/"),
-        ({"choice": ["yes", 'n"o']}, '"yes" | "n\\"o"'),
+        ({"choice": ["yes", 'n"o']}, 'CHOICE\nCHOICE: "yes" | "n\\"o"'),
     ],
 )
 def test_a_pattern_and_a_choice(fields: dict[str, Any], body: str) -> None:
@@ -114,7 +114,7 @@ def test_any_object_and_a_grammar_as_it_is() -> None:
 
 def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
     assert grammar(Thinker(), choice=["a"]) == (
-        'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
+        'start: thought body\nbody: CHOICE\nCHOICE: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
     )
     assert refusal(encoder=Thinker(), grammar="start: A")[0] == "structured_outputs"
 
@@ -123,7 +123,7 @@ def test_completions_have_it_too() -> None:
     served = terms(complaint)
     body = json.dumps({"prompt": "hi", "structured_outputs": {"choice": ["a"]}}).encode()
     (request,) = read_completion(body, served).requests
-    assert request.sampling.grammar == 'start: body\nbody: "a"'
+    assert request.sampling.grammar == 'start: body\nbody: CHOICE\nCHOICE: "a"'
 
 
 @pytest.mark.parametrize(
