@@ -27,9 +27,8 @@ from shardmlx.distributed.run_ranks import run_ranks
 PARTS = {
     "loading.rank_setup.find_model_files": "finding the model",
     "training.worker.build_model": "building it, lazily",
-    "training.plan_run._check_layout": "planning",
-    "training.plan_run.choose_plan": "planning",
-    "training.plan_run._of_model": "planning",
+    "training.plan_run.check_layout": "planning",
+    "training.plan_run.think": "planning",
     "training.plan_run.read_tokenizer": "tokenizer and data",
     "training.plan_run.read_data": "tokenizer and data",
 }

@@ -32,7 +32,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.workload import model_sizes
-from shardmlx.planning.generation import generation_ways
+from shardmlx.planning.generation_ways import generation_ways
 
 sys.path.insert(0, str(ROOT))
 

@@ -29,19 +29,17 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.rank_setup import (
     ModelWorker,
     bring_weights,
-    gather_plan_inputs,
-    limits_of,
+    gather_facts,
     open_everywhere,
 )
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import LayerCosts
+from shardmlx.planning.facts.job_facts import TrainingFacts
 from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.workload import DTYPE_BYTES, ModelSizes, Workload
-from shardmlx.planning.groups import parts_of
 from shardmlx.planning.memory.generation import GenerationSetup, kv_cache_memory
-from shardmlx.training.plan_run import choose_plan
-from shardmlx.training.planned_run import memory_of_ranks
+from shardmlx.planning.think import JobOptions, think
 
 FLOAT32 = DTYPE_BYTES["float32"]
 
@@ -131,13 +129,13 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
     run = run.for_ranks(crew.size // layout.across)
     workload = Workload.of(open_model(str(opened.path)), tune, batch)
     workload = replace(workload, copies=_copies(spec), weight_sizes=_held_sizes(spec, workload))
-    inputs = gather_plan_inputs(crew, workload, spec.machines, layout.stage_map)
+    facts = gather_facts(crew, workload, spec.machines, layout.stage_map)
     lengths = SequenceLengths.full(batch.max_seq_length)
-    choice = choose_plan(run, inputs, lengths)
-    shares = choice.facts.shares
-    plan = replace(choice.plan, mesh=replace(choice.plan.mesh, tp=shares.size), model=opened.digest)
-    parts = parts_of(replace(inputs.sizes, batch=choice.run.batch), shares)
-    memory = memory_of_ranks(plan, parts, inputs.cluster, lengths.longest)
+    facts = replace(facts, training=TrainingFacts(workload, lengths))
+    job = think(JobOptions(training=run), facts)
+    for warning in job.warnings:
+        reporter.warn(warning)
+    plan = job.trained.plan
     reporter.say(
         f"{spec.source.model}: {plural(plan.stage_map.num_stages, 'stage')} on "
         f"{plural(plan.mesh.size, 'rank')}, {plan.schedule}, room for "
@@ -145,8 +143,8 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
     )
     return LoopPlan(
         plan=plan,
-        shares=shares,
-        savings=choice.facts.work(choice.run).savings(inputs.cluster.backend),
+        shares=job.shares,
+        savings=job.trained.workload.savings(job.cluster.backend),
         dtype=spec.dtype,
         tokens=plan.micro_batch_rows * batch.max_seq_length,
         pack=plan.pack,
@@ -158,7 +156,7 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
         cache_tokens=spec.cache_tokens,
         chunk=PIPELINED_CHUNK,
         random_state=int.from_bytes(os.urandom(4)),
-        limits=limits_of(inputs, memory, reporter),
+        limits=job.limits,
     )
 
 

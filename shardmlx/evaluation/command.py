@@ -22,11 +22,11 @@ from shardmlx.errors import UserError, file_access
 from shardmlx.evaluation.scoring import Scorer, Scores, Sequences, perplexity_of
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
-from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import RankMemory, prepare, report_memory
 from shardmlx.inference.worker import InferenceWorker
+from shardmlx.planning.facts.job_facts import GenerationLoad
 from shardmlx.training.datasets import read_data
 
 
@@ -42,8 +42,8 @@ class EvaluationWorker(InferenceWorker):
         """Score sequences with the other ranks, so many ``rows`` at a time; return the scores on
         rank 0."""
         if self._scorer is None:
-            plan = self.run.plan
-            self._scorer = Scorer(self.transport, self.run.part, rows, plan.setup.chunk, plan.mesh)
+            chunk = self.run.generation.setup.chunk
+            self._scorer = Scorer(self.transport, self.run.part, rows, chunk, self.run.job.mesh)
         return self._scorer.score(sequences)
 
 

@@ -14,11 +14,11 @@ from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
-from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import later_stages, prepare, run_inference, typical_load
 from shardmlx.inference.worker import InferenceWorker
+from shardmlx.planning.facts.job_facts import GenerationLoad
 
 PROMPT = ">> "
 
@@ -53,7 +53,7 @@ class _Chat:
         self._prepared = prepared
         self._encoder = replace(prepared.prompts, system_prompt=config.system_prompt)
         self._say = prepared.reporter.say
-        self._load = prepared.plan.load
+        self._load = prepared.generation.load
         self._first_stage = prepared.first_stage()
         self._lines = _lines(config)
         self._messages: list[ChatMessage] = []

@@ -19,11 +19,11 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, file_access, naming
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import later_stages, prepare, run_inference
 from shardmlx.inference.worker import InferenceWorker
+from shardmlx.planning.facts.job_facts import GenerationLoad
 
 RULE = "=" * 10  # mlx-lm draws it so
 

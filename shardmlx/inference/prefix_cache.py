@@ -17,19 +17,11 @@ import numpy as np
 from shardmlx.common.digests import bytes_digest
 from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
 from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.planning.memory.generation import INHERITED, MOST_COPIES, cuttable
 
 SHORTEST = 16
 """Tokens of the shortest prefix worth taking: to compute fewer again costs little. A border lies as
 many before a prompt's end, where templates open the answer in another way than they repeat it."""
-
-INHERITED = 3
-"""Borders that the next turn of a conversation takes over: the first, which most prompts share."""
-
-MOST_BORDERS = INHERITED + 2
-"""Borders of a sequence."""
-
-MOST_COPIES = 16
-"""States of kept sequences, borders included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +165,6 @@ class PrefixCache:
     @property
     def _has_too_many_copies(self) -> bool:
         return self.has_borders and self._copies > MOST_COPIES
-
-
-def cuttable(shape: ModelShape, max_kv_size: int | None = None) -> int:
-    """Return from how many tokens on the caches of a sequence cannot be cut."""
-    if not shape.family.takes_cuts:
-        return 0
-    # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
-    limits = (each for each in (*shape.windows, max_kv_size) if each is not None)
-    return min(limits, default=sys.maxsize)
-
-
-def most_copies(under_way: int) -> int:
-    """Return how many states are kept at most beside those of so many sequences ``under_way``."""
-    return MOST_COPIES + under_way * MOST_BORDERS
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -17,7 +17,6 @@ from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import InferencePlan
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
@@ -28,7 +27,7 @@ from shardmlx.inference.stage import StageWorker
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.shape import ModelShape
-from shardmlx.planning.memory.limits import MemoryLimits
+from shardmlx.planning.job import GenerationPart, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +39,20 @@ class InferenceRun:
     config: InferenceConfig
     transport: Transport
     reporter: Reporter
-    plan: InferencePlan
+    job: Job
     shape: ModelShape
     part: Slice
     encoder: PromptEncoder | None
     random_state: int
-    limits: tuple[MemoryLimits, ...]
     draft_model: ModelDrafter | None = None
     head: DraftHead | None = None
     grammars: Grammars | None = None
     prefix_files: PrefixFiles | None = None
+
+    @property
+    def generation(self) -> GenerationPart:
+        """The part of the job that generates."""
+        return self.job.generated
 
     def later_stage(self) -> LaterStage:
         """Return the stage of a rank other than 0."""
@@ -57,7 +60,9 @@ class InferenceRun:
 
     def first_stage(self, patience: int | None = None) -> FirstStage:
         """Return the stage of rank 0."""
-        setup, load = self.plan.setup, self.plan.load
+        part = self.generation
+        setup = part.setup
+        load = part.load
         how = setup.quantisation
         quantised = 0 if how is None else how.border
         kept = None
@@ -70,32 +75,33 @@ class InferenceRun:
                 self.draft_model or own,
                 self.config.most_drafts,
                 fixed=self.config.num_draft_tokens is not None,
-                cuttable=self.plan.cuttable,
+                cuttable=part.cuttable,
                 quantised=quantised,
                 back_off=BackOff(
                     VERIFIED + self._cost_of_drafts,
-                    1 if self.config.draft == HEAD else self.plan.stage_map.num_stages,
+                    1 if self.config.draft == HEAD else self.job.mesh.pp,
                 ),
             )
         scheduler = Scheduler(
-            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity, quantised
+            part.groups, setup.sequences, setup.chunk, patience, load.capacity, quantised
         )
         return FirstStage(self._worker(), scheduler, kept, drafting)
 
     @property
     def _cost_of_drafts(self) -> float:
         """Plain steps that making a draft of one token takes: a step reads all weights."""
-        setup = self.plan.setup
+        setup = self.generation.setup
         sizes = setup.model.held_sizes
         return setup.beside / max(sum(sizes.layers) + sizes.embedding + sizes.head, 1)
 
     def _worker(self) -> StageWorker:
-        holder, setup = self.head or self.part, self.plan.setup
+        holder = self.head or self.part
+        setup = self.generation.setup
         caches = KVCaches(lambda: holder.new_caches(setup.max_kv_size), setup.quantisation)
         sampler = BatchSampler(self.random_state, self.grammars)
         return StageWorker(
             *(self.transport, self.part, caches, sampler, self.prefix_files, self.head),
-            mesh=self.plan.mesh,
+            mesh=self.job.mesh,
         )
 
     @property

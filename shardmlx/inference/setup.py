@@ -16,7 +16,6 @@ from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.draft_model import ModelDrafter, find_draft_model
-from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.worker import InferenceWorker
@@ -24,15 +23,17 @@ from shardmlx.loading.rank_setup import (
     ModelWorker,
     OpenedModel,
     bring_weights,
-    gather_plan_inputs,
-    limits_of,
+    gather_facts,
     open_everywhere,
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.planning.facts.job_facts import GenerationFacts, GenerationLoad
 from shardmlx.planning.facts.workload import model_sizes
+from shardmlx.planning.job import Job
 from shardmlx.planning.memory.limits import exceeded
+from shardmlx.planning.think import JobOptions, think
 
 TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
 
@@ -67,30 +68,27 @@ def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) ->
     of_head = 0
     if config.draft == HEAD:
         of_head = crew.all(InferenceWorker.build_head, config.draft, config.dtype)[0]
-    inputs = gather_plan_inputs(
+    facts = gather_facts(
         crew,
         model_sizes(open_model(str(opened.path)), config.dtype),
         config.machines,
         config.stage_map,
         config.bytes_for_requests,
     )
-    beside = None if draft is None else draft.sizes
-    plan = plan_inference(config, inputs, load, opened.digest, beside, of_head)
-    if plan.mesh.tp > 1:
-        members = [plan.mesh.sharing(rank) for rank in range(crew.size)]
+    asked = GenerationFacts(load, None if draft is None else draft.sizes, of_head)
+    job = think(JobOptions(generation=config), replace(facts, generation=asked))
+    for warning in job.warnings:
+        reporter.warn(warning)
+    if job.mesh.tp > 1:
+        members = [job.mesh.sharing(rank) for rank in range(crew.size)]
         crew.all(InferenceWorker.join_group, members)
-    limits = limits_of(inputs, plan.memory, reporter)
-    crew.all(InferenceWorker.build, config, plan, limits)
+    crew.all(InferenceWorker.build, config, job)
     drafter = None
     if draft is not None:
-        drafter = ModelDrafter.of(draft, config.dtype, shape.vocab_size, plan.setup.chunk)
-    _announce(config, plan, reporter)
-    crew.all(ModelWorker.set_limits, limits)
-    stages = [[ends] for ends in plan.ranges]
-    if of_head:
-        # The layer after the last, and the embedding.
-        stages[-1] += [(shape.num_layers, shape.num_layers + 1), (0, 0)]
-    bring_weights(crew, Needs(stages, shape, plan.shares), reporter)
+        drafter = ModelDrafter.of(draft, config.dtype, shape.vocab_size, job.generated.setup.chunk)
+    _announce(config, job, reporter)
+    crew.all(ModelWorker.set_limits, job.limits)
+    bring_weights(crew, Needs.of(job, shape), reporter)
     crew.all(InferenceWorker.load)
     if drafter is not None:
         drafter.read_weights()
@@ -120,36 +118,40 @@ def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper
     return tokenizer
 
 
-def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) -> None:
+def _announce(config: InferenceConfig, job: Job, reporter: Reporter) -> None:
     model = config.source.model
-    sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
-    across, on = plan.shares.size, ""
+    part = job.generated
+    setup = part.setup
+    sizes = " + ".join(map(str, job.stage_map.partition.sizes))
+    across = job.shares.size
+    on = ""
     if across > 1:
-        shares = ":".join(map(str, plan.shares.weights))
+        shares = ":".join(map(str, job.shares.weights))
         on = f", each on {across} ranks with tensor shares {shares}"
     reporter.say(
-        f"{model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers{on}, "
-        f"prompts in chunks of {plan.setup.chunk} tokens"
+        f"{model}: {plural(job.stage_map.num_stages, 'stage')} of {sizes} layers{on}, "
+        f"prompts in chunks of {setup.chunk} tokens"
     )
-    if (how := plan.setup.quantisation) is not None:
-        plain = replace(plan, setup=replace(plan.setup, quantisation=None))
-        packed, whole = (" + ".join(map(gibibytes, each.caches)) for each in (plan, plain))
+    if (how := setup.quantisation) is not None:
+        plain = replace(part, setup=replace(setup, quantisation=None))
+        packed = " + ".join(map(gibibytes, job.caches))
+        whole = " + ".join(map(gibibytes, replace(job, generation=plain).caches))
         reporter.say(
             f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most "
             f"{packed}, not {whole}"
         )
-    for nbytes, rank in ((plan.setup.beside, 0), (plan.setup.head, plan.stage_map.pp - 1)):
+    for nbytes, rank in ((setup.beside, 0), (setup.head, job.mesh.pp - 1)):
         if nbytes:
             reporter.say(f"--draft {config.draft}: {gibibytes(nbytes)} on rank {rank}")
-    if config.draft != NO_DRAFT and plan.load.context > plan.cuttable:
+    if config.draft != NO_DRAFT and part.load.context > part.cuttable:
         reporter.say(
-            f"--draft {config.draft}: texts of {plan.cuttable} tokens and more get no drafts, "
+            f"--draft {config.draft}: texts of {part.cuttable} tokens and more get no drafts, "
             "since their sliding windows cannot give back what is rejected"
         )
-    if config.max_kv_size is not None and plan.setup.model.shape.chooses_caches:
+    if config.max_kv_size is not None and setup.model.shape.chooses_caches:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
-            f"{plan.setup.model.shape.model_type} choose their caches themselves, in mlx-lm too"
+            f"{setup.model.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
 
 
@@ -189,10 +191,10 @@ def report_memory(crew: Crew[InferenceWorker]) -> list[RankMemory]:
     ranks = [
         RankMemory(
             host=hosts[rank],
-            layers=run.plan.ranges[rank],
+            layers=run.job.layers(rank)[0],
             weights_bytes=weights,
             peak_memory_bytes=peak,
-            predicted_bytes=run.limits[rank].planned.peak,
+            predicted_bytes=run.job.limits[rank].planned.peak,
         )
         for rank, (weights, peak) in enumerate(everyone)
     ]
@@ -209,6 +211,6 @@ def report_memory(crew: Crew[InferenceWorker]) -> list[RankMemory]:
         for rank, each in enumerate(ranks)
     ]
     reporter.table(("rank", "host", "layers", "weights", "peak memory", "predicted", ""), rows)
-    for warning in exceeded(run.limits, hosts, peaks):
+    for warning in exceeded(run.job.limits, hosts, peaks):
         reporter.warn(warning)
     return ranks

@@ -11,11 +11,11 @@ from shardmlx.config.inference import InferenceConfig
 from shardmlx.distributed.crew import Crew, lead, leading
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.setup import prepare, typical_load
 from shardmlx.inference.worker import InferenceWorker
 from shardmlx.models.sizes.kv_cache import held
+from shardmlx.planning.facts.job_facts import GenerationLoad
 
 CONTEXT_TOKENS = 4096
 """Tokens of a prompt and its answer that are planned for, unless the caller says otherwise."""
@@ -39,7 +39,7 @@ class TextPipeline:
         prompt cannot be used, and ``EngineError`` or ``TransportError`` where a rank fails.
         """
         transport, self._number = self._worker.transport, self._number + 1
-        most = self._worker.run.plan.load.answer if max_tokens is None else max_tokens
+        most = self._worker.run.generation.load.answer if max_tokens is None else max_tokens
         with leading(transport, self._worker) as crew:
             if crew is not None:
                 tokens = self._read(prompt, most)
@@ -54,7 +54,7 @@ class TextPipeline:
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
         run = self._worker.run
-        most = run.plan.load.context
+        most = run.generation.load.context
         tokens = run.prompts.encode(prompt)
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")

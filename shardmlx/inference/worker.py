@@ -16,7 +16,6 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.inference.draft_model import ModelDrafter
 from shardmlx.inference.grammars import Grammars, has_llguidance
 from shardmlx.inference.kv_caches import check_limited, check_quantised
-from shardmlx.inference.plan import InferencePlan, check_gives_back
 from shardmlx.inference.prefix_files import PrefixFiles, content_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
@@ -26,7 +25,8 @@ from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
-from shardmlx.planning.memory.limits import MemoryLimits
+from shardmlx.planning.generation import check_gives_back
+from shardmlx.planning.job import Job
 
 
 class InferenceWorker(ModelWorker):
@@ -58,20 +58,19 @@ class InferenceWorker(ModelWorker):
         mine = members[self.transport.rank]
         self._all_sum = join_group(self.transport, mine, self.reporter)
 
-    def build(
-        self, config: InferenceConfig, plan: InferencePlan, limits: tuple[MemoryLimits, ...]
-    ) -> None:
+    def build(self, config: InferenceConfig, job: Job) -> None:
         """Build the whole model, lazily, and cut this rank's layers out. Raises ``UserError``."""
         opened = self.opened
         rank = self.transport.rank
         model = build_to_generate(
             opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
         )
-        part = Slice(model, *plan.ranges[rank])
+        (ends,) = job.layers(rank)
+        part = Slice(model, *ends)
         if self._all_sum is not None:
-            share = plan.mesh.share(rank)
-            take_share(part, opened.shape, plan.shares, share, self._all_sum)
-        if (limit := plan.setup.max_kv_size) is not None:
+            share = job.mesh.share(rank)
+            take_share(part, opened.shape, job.shares, share, self._all_sum)
+        if (limit := job.generated.setup.max_kv_size) is not None:
             check_limited(part, limit, opened.shape.model_type)
         if config.cache_quantisation is not None:
             check_quantised(part, config.cache_quantisation, opened.shape.model_type)
@@ -79,12 +78,11 @@ class InferenceWorker(ModelWorker):
             config=config,
             transport=self.transport,
             reporter=self.reporter,
-            plan=plan,
+            job=job,
             shape=opened.shape,
             part=part,
             encoder=None,
             random_state=random_state(),
-            limits=limits,
             head=self._head if part.is_last else None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import psutil
@@ -26,20 +26,13 @@ from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.shape import ModelShape
-from shardmlx.pipeline.stage_map import StageMap, read_stage_map
+from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine, read_hostfile, same_host
+from shardmlx.planning.facts.job_facts import Facts
 from shardmlx.planning.facts.profile_file import read_profiles
-from shardmlx.planning.facts.workload import ModelSizes, Workload
-from shardmlx.planning.memory.limits import (
-    MemoryBudget,
-    MemoryLimits,
-    PlannedMemory,
-    ProcessMemory,
-    budgets_of,
-    unwired,
-    within,
-)
+from shardmlx.planning.facts.workload import ModelSizes
+from shardmlx.planning.memory.limits import MemoryLimits, ProcessMemory, budgets_of
 
 SETUP_SECONDS = 12 * 3600.0
 """Seconds that ranks wait for one that downloads a large model, or tokenises much data."""
@@ -168,31 +161,15 @@ def bring_weights(crew: Crew[ModelWorker], needs: Needs, reporter: Reporter) -> 
     bring(crew.part(LocalFiles, "adapter_files"), needs, reporter, "adapters")
 
 
-Sizes = TypeVar("Sizes", bound=ModelSizes)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs(Generic[Sizes]):
-    """The facts that a run is planned from. ``machines`` are the actual ones, ``cluster`` the same
-    with no more memory than their ``budgets``; ``stage_map`` is the user's."""
-
-    sizes: Sizes
-    cluster: Cluster
-    budgets: tuple[MemoryBudget, ...]
-    stage_map: StageMap | None
-    machines: Cluster
-
-
-def gather_plan_inputs(
+def gather_facts(
     crew: Crew[ModelWorker],
-    sizes: Sizes,
+    model: ModelSizes,
     options: MachineOptions,
     stage_map: str | None,
     later: int = 0,
-) -> PlanInputs[Sizes]:
+) -> Facts:
     """Hear what the ranks have, and read the user's files on rank 0. ``later`` are rank 0's bytes
-    for requests, outside MLX. Raises ``UserError``, also for a profile of other work or other
-    machines."""
+    for requests, outside MLX. Raises ``UserError``."""
     facts = crew.all(ModelWorker.facts)
     known = () if options.hostfile is None else read_hostfile(options.hostfile)
     profile = None if options.profile is None else read_profiles(options.profile)
@@ -201,23 +178,22 @@ def gather_plan_inputs(
         _share(known, hosts, host, each.memory) for host, each in zip(hosts, facts, strict=True)
     )
     cluster = Cluster(machines=machines, profile=profile, backend=facts[0].backend)
-    if isinstance(sizes, Workload):
-        for rank in range(cluster.size):
-            cluster.clock(rank, sizes)
     given = None if stage_map is None else read_stage_map(stage_map)
     processes = [each.process for each in facts]
     processes[0] = replace(processes[0], outside=processes[0].outside + later)
-    budgets = budgets_of(cluster, options.memory_limit, processes)
-    return PlanInputs(sizes, within(cluster, budgets), budgets, given, cluster)
+    return Facts(
+        model=model,
+        machines=cluster,
+        budgets=budgets_of(cluster, options.memory_limit, processes),
+        stage_map=given,
+        digest=crew.worker.opened.digest,
+    )
 
 
-def measure_again(
-    crew: Crew[ModelWorker], inputs: PlanInputs[Sizes], options: MachineOptions
-) -> PlanInputs[Sizes]:
+def measure_again(crew: Crew[ModelWorker], facts: Facts, options: MachineOptions) -> Facts:
     """Measure the processes' bytes, when all have everything but their weights."""
     processes = [each.process for each in crew.all(ModelWorker.facts)]
-    budgets = budgets_of(inputs.machines, options.memory_limit, processes)
-    return replace(inputs, cluster=within(inputs.machines, budgets), budgets=budgets)
+    return replace(facts, budgets=budgets_of(facts.machines, options.memory_limit, processes))
 
 
 def _share(known: Sequence[Machine], hosts: Sequence[str], host: str, memory: int) -> Machine:
@@ -257,18 +233,6 @@ def working_set() -> int | None:
     """Return the bytes that macOS lets the GPU wire, of all processes; None if nothing is wired."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return None if size is None else int(size)
-
-
-def limits_of(
-    inputs: PlanInputs[Any], planned: Sequence[PlannedMemory], reporter: Reporter
-) -> tuple[MemoryLimits, ...]:
-    """Return the limits of all ranks. Warns if macOS would not keep the plan in memory."""
-    for warning in unwired(inputs.budgets, planned):
-        reporter.warn(warning)
-    return tuple(
-        MemoryLimits(budget, each, inputs.cluster.backend)
-        for budget, each in zip(inputs.budgets, planned, strict=True)
-    )
 
 
 def set_limits(limits: MemoryLimits) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
@@ -12,7 +13,8 @@ from shardmlx.distributed.crew import Crew
 from shardmlx.loading.local_files import CopyPlan, Holding, LocalFiles, placed_tensors
 from shardmlx.loading.manifest import is_needed, parts_of_shares, plan_transfers
 from shardmlx.models.sizes.shape import ModelShape
-from shardmlx.models.sizes.shares import TensorShares
+from shardmlx.models.sizes.shares import WHOLE, TensorShares
+from shardmlx.planning.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,18 @@ class Needs:
     stages: Sequence[Sequence[tuple[int, int]]]
     shape: ModelShape
     shares: TensorShares
+
+    @classmethod
+    def of(cls, job: Job, shape: ModelShape) -> Self:
+        """Return what the ranks of a job read."""
+        stages = [list(job.layers(rank)) for rank in range(job.mesh.size)]
+        shares = job.shares
+        if job.generation is not None and job.generation.setup.head:
+            # The layer after the last, and the embedding.
+            stages[-1] += [(shape.num_layers, shape.num_layers + 1), (0, 0)]
+        if job.training is not None and job.training.way.fine_tune.fine_tune_type == "dora":
+            shares = WHOLE  # DoRA begins with the norms of whole rows.
+        return cls(stages, shape, shares)
 
     def tensors(self, plan: CopyPlan) -> list[set[str]]:
         """Return the names of the tensors that each rank must be brought."""

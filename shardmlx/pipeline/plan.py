@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from shardmlx.common.digests import json_digest
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import FORWARD, Grid
 from shardmlx.pipeline.lowering import lower, validate
@@ -24,8 +23,8 @@ class Plan:
     replica, in micro-batches of ``micro_batch_rows``, the last one taking the rest; with ``pack``
     each micro-batch is one row, of about equal length. Each ``together`` rows stay in one
     micro-batch. If replicas have unequal rows, ``replica_rows`` are each one's, and ``rows`` the
-    most. Micro-batches are padded to one of the ``widths``, if there are any. ``model`` identifies
-    the model's configuration. ``runs`` that train side by side have these micro-batches each.
+    most. Micro-batches are padded to one of the ``widths``, if there are any. ``runs`` that train
+    side by side have these micro-batches each.
     Raises ``UserError`` if the schedule cannot run so.
     """
 
@@ -35,7 +34,6 @@ class Plan:
     rows: int
     micro_batch_rows: int
     trainable: tuple[bool, ...]
-    model: str = ""
     pack: bool = False
     replica_rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
@@ -116,13 +114,6 @@ class Plan:
         """Return the stages that a world rank runs, ascending."""
         _, pipeline_rank = self.mesh.coordinates(rank)
         return self.stage_map.stages_of(pipeline_rank)
-
-    @property
-    def digest(self) -> str:
-        """Digest that is equal on two ranks if and only if they plan the same run."""
-        stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        rows = (self.rows, self.micro_batch_rows, self.pack, self.replica_rows, self.widths)
-        return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
 
 
 @lru_cache(maxsize=64)

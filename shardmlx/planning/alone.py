@@ -43,8 +43,9 @@ def each_alone(config: TrainConfig, machines: Sequence[Machine], backend: str) -
     found = []
     for machine in reversed(list(kinds.values())):
         try:
-            run, facts = facts_for(own, [replace(machine, slots=1)], backend)
-            found.append(Alone(host=machine.host, choice=choose(run.with_shares(1), facts)))
+            facts = facts_for(own.spec, [replace(machine, slots=1)], backend)
+            choice = choose(own.spec.with_shares(1), facts.of_training)
+            found.append(Alone(host=machine.host, choice=choice))
         except DoesNotFitError as error:
             found.append(Alone(host=machine.host, lacks=error.shortage))
         except UserError:

@@ -23,6 +23,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts.cluster import pipeline_seconds
 from shardmlx.planning.facts.plan_facts import CLOSE, PlanFacts
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares
 from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.memory.limits import PlannedMemory
@@ -108,7 +109,7 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
     plan = lay_out(way, facts)
     workload = facts.work(way)
     cluster = facts.cluster
-    memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
+    memory = _memory(plan, workload, facts)
     for rank, each in enumerate(memory):
         too_much = each.peak - cluster.capacity(rank)
         if too_much > 0:
@@ -123,6 +124,19 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
     length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_rows, facts)
     seconds = predict_seconds(plan, workload, cluster, length)
     return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
+
+
+def _memory(plan: Plan, workload: Workload, facts: PlanFacts) -> tuple[PlannedMemory, ...]:
+    """Return the memory of each rank, with what it holds beside training."""
+    memory = planned_memory(plan, workload, facts.cluster, facts.lengths.longest)
+    if facts.beside is None:
+        return memory
+    ranges = plan.stage_map.partition.ranges
+    found = []
+    for rank, each in enumerate(memory):
+        beside = sum(facts.nbytes_beside(*ranges[stage]) for stage in plan.stages_of(rank))
+        found.append(each + PlannedMemory(beside, beside))
+    return tuple(found)
 
 
 def _set_up(rows: int, facts: PlanFacts) -> int:

@@ -1,115 +1,157 @@
-"""Compare the ways in which given machines generate a text: stages, tensor shares, and both. No
-MLX, no MPI."""
+"""Plan what a job generates: which rank holds which layers, and whether it fits. No MLX, no MPI."""
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from shardmlx.common.formatting import plural
-from shardmlx.config.common_options import FASTEST, SMALLEST
-from shardmlx.config.inference import PIPELINED_CHUNK, WHOLE_CHUNK
+from shardmlx.common.formatting import gibibytes, numbers_of, plural
+from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
+from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.errors import UserError
-from shardmlx.models.sizes.layer_shape import LayerShape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
+from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.facts.chips import bandwidth_of, shares_by_bandwidth
 from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.job_facts import Facts, GenerationFacts, GenerationLoad
 from shardmlx.planning.facts.workload import ModelSizes
-from shardmlx.planning.layout import costs_by_speed
-from shardmlx.planning.memory.generation import GenerationSetup, inference_memory, setups_of
+from shardmlx.planning.groups import asked_shares
+from shardmlx.planning.job import GenerationPart, Job
+from shardmlx.planning.layout import costs_by_speed, make_mesh
+from shardmlx.planning.memory.generation import (
+    GenerationSetup,
+    cuttable,
+    inference_memory,
+    most_copies,
+    setups_of,
+)
+from shardmlx.planning.memory.limits import (
+    MemoryBudget,
+    how_to_allow,
+    limits_of,
+    would_take,
+)
+
+STEP_TOKENS = 20
+"""Tokens of a prompt that take as long as a decode step of a group, on a CPU with OpenBLAS."""
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationWay:
-    """A way to generate a text: stages on ``tensor_parallel`` ranks each, the ``peak`` bytes of the
-    fullest rank and its ``capacity``, and the most tokens of the text a second. Ranks may have
-    ``whole_experts``, and sum over RDMA."""
+def plan_generation(config: InferenceConfig, facts: Facts) -> Job:
+    """Return the job of a run that generates. Raises ``UserError`` where layers cannot be divided
+    so, the stage map does not fit the ranks, or the sequences not the memory."""
+    cluster = facts.cluster
+    shares = asked_shares(config, facts.model, cluster)
+    stages = cluster.size // shares.size
+    part = generation_part(config, facts, stages)
+    if facts.stage_map is not None:
+        _check_map(facts.stage_map, config, facts.model, cluster.machines[:: shares.size])
+    costs = _costs(facts.model, part.load, rows=-(-part.setup.sequences // part.groups))
+    less = _less(part)
 
-    hosts: tuple[str, ...]
-    tensor_parallel: int
-    peak: float
-    capacity: float
-    tokens_per_second: float
-    whole_experts: bool = False
-    has_rdma: bool = False
+    def planned(stage_map: StageMap) -> Job:
+        if stage_map.placement != tuple(range(stages)):
+            stage_map = StageMap.from_sizes(stage_map.partition.sizes)
+        job = Job(
+            model=facts.digest,
+            mesh=Mesh(1, stages, shares.size),
+            stage_map=stage_map,
+            shares=shares,
+            cluster=cluster,
+            generation=part,
+        )
+        return replace(job, limits=limits_of(facts.budgets, job.memory, cluster.backend))
 
-    @property
-    def fits(self) -> bool:
-        """True if the fullest rank holds its part."""
-        return self.peak <= self.capacity
-
-    @property
-    def options(self) -> str:
-        """The options of ``generate`` that ask for it."""
-        if self.tensor_parallel == 1:
-            return ""
-        experts = " --expert-parallel" * self.whole_experts
-        return f"--tensor-parallel {self.tensor_parallel}{experts}"
-
-    def __str__(self) -> str:
-        if len(self.hosts) == 1:
-            return f"{self.hosts[0]} alone"
-        stages = plural(len(self.hosts) // self.tensor_parallel, "stage")
-        links = "over RDMA" * self.has_rdma
-        return ", ".join(filter(None, (stages, self.options, links)))
-
-
-def generation_ways(sizes: ModelSizes, cluster: Cluster, context: int) -> list[GenerationWay]:
-    """Return the ways to generate a text of so many tokens, the fastest first, those that fit
-    before the others; none if the bandwidth of a memory is unknown. Sums are counted over TCP, too,
-    where there is RDMA."""
-    if None in map(bandwidth_of, cluster.machines):
-        return []
-    count = cluster.size
-    alone = [Cluster(machines=(each,), backend=cluster.backend) for each in cluster.machines]
-    tried = [_way(sizes, each, 1, context) for each in (alone if count > 1 else [])]
-    found = [max(tried, key=_worth)] if tried else []
-    tcp = replace(cluster, machines=tuple(replace(each, rdma=None) for each in cluster.machines))
-    for across in (each for each in range(1, count + 1) if count % each == 0):
-        links = [cluster, tcp] if across > 1 and cluster.has_rdma else [tcp]
-        for whole_experts, each in product((False, True), links):
-            with suppress(UserError):  # heads, experts or layers are too few
-                found.append(_way(sizes, each, across, context, whole_experts))
-    return sorted(found, key=_worth, reverse=True)
+    problem = generation_problem(part.setup, shares, cluster, costs)
+    try:
+        job = _divided(config, facts, problem, planned)
+    except DoesNotFitError as error:
+        more = "raise --memory-limit, " * (config.memory_limit is not None)
+        raise UserError(error.fact, f"{more}{less}, or use more machines") from None
+    if excess := _overfull(job, facts.allowed):
+        is_open = facts.stage_map is None and stages > 1
+        if is_open and config.partitioner not in (AUTO, SMALLEST):
+            less += ", try --partitioner memory"
+        allowed = how_to_allow(facts.allowed, job.memory)
+        raise UserError(excess, f"{allowed}{less}, or use more machines")
+    return job
 
 
-def _worth(way: GenerationWay) -> tuple[bool, float]:
-    return way.fits, way.tokens_per_second
-
-
-def _way(
-    sizes: ModelSizes, cluster: Cluster, across: int, context: int, whole_experts: bool = False
-) -> GenerationWay:
-    """Return the way with groups of ``across`` ranks. Raises ``UserError`` if there is none."""
-    shape = sizes.shape
-    weights = shares_by_bandwidth(cluster.machines, across)
-    shares = TensorShares(weights, sizes.group_size, whole_experts)
-    shares.check(shape)
-    stages = shares.groups(cluster.size)
-    is_whole = stages == 1 and cluster.backend != "cpu"
-    setup = GenerationSetup(
-        model=sizes,
-        sequences=1,
-        context=context,
-        chunk=WHOLE_CHUNK if is_whole else PIPELINED_CHUNK,
-        backend=cluster.backend,
+def generation_part(config: InferenceConfig, facts: Facts, stages: int) -> GenerationPart:
+    """Return what a run on so many ``stages`` generates. Raises ``UserError`` where caches cannot
+    forget drafts."""
+    asked = facts.to_generate
+    shape = facts.model.shape
+    if config.draft != NO_DRAFT:
+        check_gives_back(shape, config.draft)
+    if asked.draft is not None:
+        check_gives_back(asked.draft.shape, config.draft)
+    setup = _setup(config, facts, asked, stages)
+    most = cuttable(shape, setup.max_kv_size)
+    if asked.draft is not None:
+        most = min(most, cuttable(asked.draft.shape))
+    return GenerationPart(
+        load=asked.load, groups=_groups(setup, stages), setup=setup, cuttable=most
     )
-    costs = LayerCosts(tuple(shape.layer(i).flops(context) for i in range(shape.num_layers)))
-    problem = generation_problem(setup, shares, cluster, costs)
-    way = None
-    for name in (FASTEST, SMALLEST):
-        with suppress(DoesNotFitError):
-            way = _predicted(setup, shares, cluster, PARTITIONERS[name](problem))
-            if way.fits:
-                break
-    if way is None:
-        raise UserError("no division fits", "use more machines")
-    return way
+
+
+def _setup(
+    config: InferenceConfig, facts: Facts, asked: GenerationFacts, stages: int
+) -> GenerationSetup:
+    """Return what decides the memory of a run on so many ``stages``."""
+    shape = facts.model.shape
+    backend = facts.machines.backend
+    load = asked.load
+    draft = asked.draft
+    sequences = min(config.batch_size, load.sequences)
+    step = max(load.prompt, sequences + config.most_drafts)
+    setup = GenerationSetup(
+        model=facts.model,
+        sequences=sequences,
+        context=load.context,
+        chunk=config.chunk(stages, backend),
+        longest=step if load.capacity is None else None,
+        max_kv_size=None if shape.chooses_caches else config.max_kv_size,
+        cache_tokens=load.capacity,
+        quantisation=config.cache_quantisation,
+        state_copies=most_copies(sequences) if load.keeps_prefixes else 0,
+        drafts=config.most_drafts,
+        head=asked.head,
+        backend=backend,
+    )
+    if draft is None:
+        return setup
+    drafting = replace(setup, model=draft, max_kv_size=None, quantisation=None, state_copies=0)
+    return replace(setup, beside=inference_memory(drafting, 0, draft.shape.num_layers))
+
+
+def _groups(setup: GenerationSetup, stages: int) -> int:
+    """Return the number of groups in which sequences are under way: mlx-lm merges neither rotating
+    caches, which keep the first tokens of a sequence, nor quantised ones."""
+    is_cut = setup.max_kv_size is not None or setup.quantisation is not None
+    if is_cut or not setup.model.shape.takes_batches:
+        return setup.sequences
+    return min(stages, setup.sequences)
+
+
+def _divided(
+    config: InferenceConfig,
+    facts: Facts,
+    problem: Problem,
+    planned: Callable[[StageMap], Job],
+) -> Job:
+    """Return the job with the user's stages, or the partitioner's: if that is open, the fastest
+    division, or the one that takes the least memory. Raises ``DoesNotFitError``."""
+    if facts.stage_map is not None:
+        return planned(facts.stage_map)
+    is_open = config.partitioner == AUTO
+    job = planned(PARTITIONERS[FASTEST if is_open else config.partitioner](problem))
+    if is_open and problem.num_stages > 1 and _overfull(job, facts.allowed):
+        return planned(PARTITIONERS[SMALLEST](problem))
+    return job
 
 
 def generation_problem(
@@ -137,68 +179,70 @@ def generation_problem(
     )
 
 
-def _predicted(
-    setup: GenerationSetup, shares: TensorShares, cluster: Cluster, stage_map: StageMap
-) -> GenerationWay:
-    """Return the way with these stages. A rank reads what a token uses of its weights; each layer
-    sums its hidden state twice, and each stage sends it on."""
-    across = shares.size
-    shape = setup.model.shape
-    of_shares = setups_of(setup, shares)
-    ranges = stage_map.partition.ranges
-    bandwidths = [bandwidth_of(each) or math.inf for each in cluster.machines]
-    seconds = 0.0
-    fullest = (0.0, math.inf)
-    hidden = setup.model.dtype_bytes * shape.hidden_size
-    for stage, (start, stop) in enumerate(ranges):
-        ranks = range(stage * across, (stage + 1) * across)
-        reading = 0.0
-        for rank, own in zip(ranks, of_shares, strict=True):
-            reading = max(reading, _read(own, shape, start, stop) / bandwidths[rank])
-            held = inference_memory(own, start, stop), cluster.capacity(rank)
-            fullest = max(fullest, held, key=lambda each: each[0] / each[1])
-        seconds += reading + 2 * (stop - start) * cluster.ring(ranks).sum_seconds(hidden)
-        after = ranks[-1] + 1
-        if after < cluster.size:
-            seconds += cluster.latency(ranks[0], after)
-            seconds += cluster.link_seconds(ranks[0], after, hidden)
-        else:
-            seconds += cluster.latency(ranks[0], 0)  # the token goes back
-    return GenerationWay(
-        hosts=tuple(each.host for each in cluster.machines),
-        tensor_parallel=across,
-        peak=fullest[0],
-        capacity=fullest[1],
-        tokens_per_second=1 / seconds,
-        whole_experts=shares.whole_experts,
-        has_rdma=across > 1 and cluster.has_rdma,
-    )
+def _less(part: GenerationPart) -> str:
+    """Return the remedies that make a run need less memory."""
+    setup = part.setup
+    less = "lower --cache-tokens"
+    if part.load.capacity is None:
+        less = "lower --max-tokens" + " or --batch-size" * (setup.sequences > 1)
+    return f"{less}, leave out --draft" if setup.beside or setup.head else less
 
 
-def _read(setup: GenerationSetup, whole: ModelShape, start: int, stop: int) -> float:
-    """Return the bytes of weights that a token reads in a stage: of experts those that it uses, or
-    of whole ones as many as on the busiest rank, on average."""
-    shape = setup.model.shape
-    sizes = setup.model.weight_sizes
-    nbytes = 0.0
-    for layer, size in zip(range(start, stop), sizes.layers[start:stop], strict=True):
-        own = shape.layer(layer)
-        of_all = whole.layer(layer)
-        read: float = own.active_parameters
-        if own.experts < of_all.experts:
-            one = sum(each.parameters / each.copies for _, each in own.linears if each.experts)
-            read -= one * (own.experts_per_token - _busiest(of_all, own.experts))
-        nbytes += size * read / own.parameters
-    if stop == shape.num_layers:
-        nbytes += sizes.head + shape.tied * sizes.embedding
-    return nbytes
+def check_gives_back(shape: ModelShape, draft: str) -> None:
+    """Raise ``UserError`` where caches of the model cannot forget drafts that are rejected."""
+    if cuttable(shape) == 0 or shape.has_dynamic_rope:
+        raise UserError(
+            f"--draft {draft}: models of type {shape.model_type} cannot give back the tokens of a "
+            "draft that are rejected",
+            "leave it out",
+        )
 
 
-def _busiest(layer: LayerShape, held: int) -> float:
-    """Return how many of the ``held`` experts a token takes on the busiest rank, on average: half a
-    normal distribution above the mean, if it takes any as likely."""
-    count = layer.experts
-    taken = layer.experts_per_token
-    mean = taken * held / count
-    variance = mean * (1 - held / count) * (count - taken) / (count - 1)
-    return min(mean + math.sqrt(2 * variance / math.pi), taken, held)
+def _check_map(
+    stage_map: StageMap, config: InferenceConfig, sizes: ModelSizes, firsts: Sequence[Machine]
+) -> None:
+    stage_map.check_model(config.source.model, sizes.shape.num_layers)
+    for rank in range(stage_map.pp):
+        if stage_map.stages_of(rank) != (rank,):
+            raise UserError(
+                f"{stage_map} does not have stage {rank} alone on rank {rank}: text is generated "
+                "with one stage a rank, in order",
+                "use another map, or none",
+            )
+    if stage_map.pp != len(firsts):
+        across = config.tensor_parallel
+        raise UserError(
+            f"{stage_map} needs {stage_map.pp * across} ranks, and there are "
+            f"{len(firsts) * across}",
+            f"start mpirun with -n {stage_map.pp * across}",
+        )
+    make_mesh(stage_map, len(firsts), [machine.host for machine in firsts])
+
+
+def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
+    """Return the FLOPs of one sequence in a group of ``rows``: a token of the answer counts as the
+    tokens of a prompt that take as long. The lm_head computes the last position only."""
+    shape = sizes.shape
+    # A sequence by itself is in one stage at a time: how its answer is divided is all the same.
+    answer = load.answer * max(1.0, STEP_TOKENS / rows) if load.sequences > 1 else 0.0
+    tokens = load.prompt + answer
+    flops = tuple(tokens * shape.layer(i).flops(load.context) for i in range(shape.num_layers))
+    return LayerCosts(flops, head=shape.head_flops() * (1 + answer))
+
+
+def _overfull(job: Job, budgets: Sequence[MemoryBudget]) -> str:
+    """Return how the first rank would take more than its budget; "" if none does."""
+    setup = job.generated.setup
+    for rank, (budget, memory) in enumerate(zip(budgets, job.memory, strict=True)):
+        if memory.peak > budget.nbytes:
+            tokens = f"{setup.cache_tokens} tokens"
+            if setup.cache_tokens is None:
+                tokens = f"{plural(setup.sequences, 'sequence')} of {setup.context} tokens"
+            drafting = f", {gibibytes(setup.beside)} for the model that drafts"
+            (ends,) = job.layers(rank)
+            return (
+                f"{would_take(rank, budget, memory.peak)} for layers {numbers_of(*ends)}, "
+                f"{gibibytes(job.caches[rank])} for the KV cache of {tokens}"
+                f"{drafting if rank == 0 and setup.beside else ''}"
+            )
+    return ""

@@ -14,6 +14,7 @@ from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.plan_facts import PlanFacts
 from shardmlx.planning.facts.workload import ModelSizes, Workload, shared
+from shardmlx.planning.memory.generation import beside_weights, setups_of
 
 
 def asked_shares(
@@ -47,8 +48,18 @@ def in_shares(run: RunSpec, facts: PlanFacts, across: int) -> tuple[RunSpec, Pla
         return run, facts
     shares = asked_shares(run.layout, facts.workload, facts.cluster)
     work, cluster, ranks = in_groups(facts.workload, facts.cluster, shares)
+    beside = facts.beside
+    if beside is not None:
+        layers = facts.workload.shape.num_layers
+        beside = max(setups_of(beside, shares), key=lambda each: beside_weights(each, 0, layers))
     return run, replace(
-        facts, workload=work, cluster=cluster, shares=shares, whole=facts, ranks=tuple(ranks)
+        facts,
+        workload=work,
+        cluster=cluster,
+        shares=shares,
+        whole=facts,
+        ranks=tuple(ranks),
+        beside=beside,
     )
 
 

@@ -52,11 +52,11 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
         runs=way.runs,
     )
     if given is None:
-        problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
-        is_hetero = (
-            layout.partitioner == "hetero"
-        )  # it may fail in many ways, of which one is shown
-        stage_map = (fastest_order if is_hetero else PARTITIONERS[layout.partitioner])(problem)
+        problem = _problem(plan, workload, facts, length)
+        partitioner = PARTITIONERS[layout.partitioner]
+        if layout.partitioner == "hetero":
+            partitioner = fastest_order  # it may fail in many ways, of which one is shown
+        stage_map = partitioner(problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
 
@@ -71,21 +71,24 @@ def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...
     )
 
 
-def _problem(
-    draft: Plan, workload: Workload, cluster: Cluster, length: int, longest: int
-) -> Problem:
-    """Return a partitioner's problem, with costs for ``length`` tokens and memory for ``longest``.
+def _problem(draft: Plan, workload: Workload, facts: PlanFacts, length: int) -> Problem:
+    """Return a partitioner's problem, with costs for ``length`` tokens and memory for the longest.
 
     In the ``draft`` every stage is trained, and its layers do not count. Costs are seconds, or
     FLOPs if speeds are unknown; links then do not count.
     """
     mesh = draft.mesh
+    cluster = facts.cluster
     size = draft.micro_batch_rows
-    setup = cluster.setup(workload, size, longest, mesh.dp)
+    setup = cluster.setup(workload, size, facts.lengths.longest[0], mesh.dp)
+    of_layers = PeaksOfLayers(draft, setup)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        return of_layers(stage, start, stop) + facts.nbytes_beside(start, stop)
 
     def transfer(a: int, b: int) -> float:
         if cluster.unit == "FLOPs":
@@ -96,7 +99,7 @@ def _problem(
         placement=draft.stage_map.placement,
         costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
-        peak=None if all(map(math.isinf, capacity)) else PeaksOfLayers(draft, setup),
+        peak=None if all(map(math.isinf, capacity)) else peak,
         capacity=capacity,
         transfer=between_ranks(mesh, transfer),
         microbatches=draft.microbatches,

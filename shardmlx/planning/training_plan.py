@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from shardmlx.config.specs import DIVIDED_WEIGHTS, RunSpec
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
-from shardmlx.planning.choice import Advance, Choice, choose, decide, fits
+from shardmlx.planning.choice import Advance, Choice, choose, fits
 from shardmlx.planning.facts.chips import as_macs
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine, machine_of_each_rank
-from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.job_facts import Facts, TrainingFacts
+from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.profile_file import read_profiles
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares
 from shardmlx.planning.memory.limits import budgets_of, within
 from shardmlx.planning.memory.training_setup import BACKENDS
-from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.think import JobOptions, think
 
 if TYPE_CHECKING:
     from shardmlx.config.train import TrainConfig
@@ -54,23 +54,15 @@ def plan_training(
     if the speed of a machine is unknown. ``advance`` gets the number of ways examined, and of all.
     ``UserError`` names a way that fits.
     """
-    run, facts = facts_for(config, machines, backend)
+    run = config if isinstance(config, RunSpec) else config.spec
+    facts = facts_for(run, machines, backend)
     if max_of is not None:
         run, facts = _longest(run, facts)
-    try:
-        return decide(run, facts, advance)
-    except DoesNotFitError as error:
-        run, facts = in_shares(run, facts, run.layout.across)
-        remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
-        where = facts.cluster.machines[error.rank].where
-        raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
+    return think(JobOptions(training=run), facts, advance).trained.choice
 
 
-def facts_for(
-    config: TrainConfig | RunSpec, machines: Sequence[Machine], backend: str
-) -> tuple[RunSpec, PlanFacts]:
-    """Return a run, and the facts for it with full rows on these machines, each rank by itself."""
-    run = config if isinstance(config, RunSpec) else config.spec
+def facts_for(run: RunSpec, machines: Sequence[Machine], backend: str) -> Facts:
+    """Return the facts for a run with full rows on these machines, each rank by itself."""
     profile = run.machines.profile
     stage_map = run.layout.stage_map
     cluster = Cluster(
@@ -83,15 +75,14 @@ def facts_for(
         cluster = within(cluster, budgets_of(cluster, limit))
     if any(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
         cluster.check_speeds()
-    facts = PlanFacts(
-        workload=Workload.of(
-            open_model(run.model, run.revision), run.fine_tune, run.batch, run.saves
-        ),
-        cluster=cluster,
-        lengths=SequenceLengths.full(run.batch.max_seq_length),
+    files = open_model(run.model, run.revision)
+    workload = Workload.of(files, run.fine_tune, run.batch, run.saves)
+    return Facts(
+        model=workload,
+        machines=cluster,
         stage_map=None if stage_map is None else read_stage_map(stage_map),
+        training=TrainingFacts(workload, SequenceLengths.full(run.batch.max_seq_length)),
     )
-    return run, facts
 
 
 def with_divided_weights(run: RunSpec, planned: Choice) -> tuple[Choice, ...]:
@@ -109,19 +100,20 @@ def with_divided_weights(run: RunSpec, planned: Choice) -> tuple[Choice, ...]:
     return ()
 
 
-def _longest(run: RunSpec, facts: PlanFacts) -> tuple[RunSpec, PlanFacts]:
+def _longest(run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
     """Return the run and the facts with the longest sequence that fits; the shortest if none."""
     exponents = range((LONGEST // MULTIPLE).bit_length())
     rounded = {digits << exponent for digits in range(1, 2**BITS) for exponent in exponents}
     values = sorted(value for value in rounded if value <= LONGEST // MULTIPLE)
 
-    def with_value(value: int) -> tuple[RunSpec, PlanFacts]:
+    def with_value(value: int) -> tuple[RunSpec, Facts]:
         length = MULTIPLE * value
         batch = replace(run.batch, max_seq_length=length)
-        return replace(run, batch=batch), replace(facts, lengths=SequenceLengths.full(length))
+        return replace(run, batch=batch), facts.with_lengths(SequenceLengths.full(length))
 
     def is_too_long(value: int) -> bool:
-        return not fits(*in_shares(*with_value(value), run.layout.across))
+        longer, longest = with_value(value)
+        return not fits(*in_shares(longer, longest.of_training, run.layout.across))
 
     fitting = bisect_left(values, True, key=is_too_long)
     return with_value(values[max(0, fitting - 1)])

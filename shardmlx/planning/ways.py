@@ -116,6 +116,8 @@ def _schedules(run: RunSpec, facts: PlanFacts, pp: int) -> list[str]:
     names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
     if run.layout.schedule != AUTO:
         names = [run.layout.schedule]
+    if facts.beside is not None:
+        names = [name for name in names if get_schedule(name).default_virtual == 1]
     if facts.stage_map is not None:
         return [name for name in names if suits(facts.stage_map, get_schedule(name))]
     if run.layout.schedule == AUTO and (pp == 1 or not facts.cluster.knows_messages):
@@ -159,7 +161,7 @@ def _partitioners(run: RunSpec, facts: PlanFacts, virtual: int) -> tuple[str, ..
     """Return the partitioners to try, the fastest division first; ``hetero`` knows memory too."""
     if run.layout.partitioner != AUTO:
         return (run.layout.partitioner,)
-    if virtual == 1 and facts.stage_map is None:
+    if virtual == 1 and facts.stage_map is None and facts.beside is None:
         return ("hetero",)
     knows_memory = all(math.isfinite(facts.cluster.capacity(i)) for i in range(facts.cluster.size))
     return (FASTEST, SMALLEST) if knows_memory and facts.stage_map is None else (FASTEST,)

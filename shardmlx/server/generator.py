@@ -132,7 +132,7 @@ class RequestServer:
         names = names_of(
             config.source.model, config.served_model_name, any_name=config.any_model_name
         )
-        most_tokens = self.prepared.plan.load.context
+        most_tokens = self.prepared.generation.load.context
         served = ServedModel(
             names=names,
             # Its path is shown to nobody.

@@ -17,12 +17,12 @@ from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import Stopped, UserError, file_access
 from shardmlx.inference.grammars import grammars_of
-from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prefix_cache import KeptPrefix
 from shardmlx.inference.prefix_files import place_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import later_stages, prepare, run_inference, typical_load
 from shardmlx.inference.worker import InferenceWorker
+from shardmlx.planning.facts.job_facts import GenerationLoad
 
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
@@ -94,9 +94,9 @@ def _share_grammars(crew: Crew[InferenceWorker]) -> None:
 def _open_prefix_files(crew: Crew[InferenceWorker], directory: str) -> Path:
     """Let all ranks keep prefixes in files of this model; return their directory. Raises
     ``UserError``."""
-    plan = crew.worker.run.plan
-    setup = plan.setup
-    settings = plan.model, setup.max_kv_size, str(setup.quantisation), plan.shares.weights
+    job = crew.worker.run.job
+    setup = job.generated.setup
+    settings = job.model, setup.max_kv_size, str(setup.quantisation), job.shares.weights
     place = place_of(directory, crew.all(InferenceWorker.content), settings)
     crew.all(InferenceWorker.open_prefix_files, place)
     return place

@@ -111,7 +111,7 @@ class Checkpoints:
     def _manifest(self, point: Point) -> Manifest:
         """Return the manifest of the checkpoint but for its files."""
         assert self._job.identity is not None, "rank 0 has it"
-        plan = self._job.planned.plan
+        plan = self._job.training.plan
         return Manifest(
             step=point.step,
             files=(),

@@ -19,8 +19,7 @@ from shardmlx.engine.batches import WANTED, token_ids
 from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.training.load_run import load_run, show_ranks
-from shardmlx.training.plan_run import open_for_training, plan_run, read_sets
-from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.plan_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.sample_set import SampleSet
 from shardmlx.training.sweep import plan_sweep, prepare_sweep
@@ -82,22 +81,22 @@ def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
 def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
     """Check everything, then load the run on all ranks. On rank 0. Raises ``UserError``."""
     open_for_training(config, crew, reporter)
-    planned, data = plan_run(config, crew, reporter)
+    planned = plan_run(config, crew, reporter)
     warn_of(planned.config, reporter)
-    load_run(crew, planned, data, reporter)
+    load_run(crew, planned, reporter)
 
 
 def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
     """Print the plan of a run, with the errors of one, and read no weight. On rank 0."""
     open_for_training(config, crew, reporter)
     if config.sweep is None:
-        planned, data = plan_run(config, crew, reporter)
-        for each in (data.train, data.valid, data.test):
+        planned = plan_run(config, crew, reporter)
+        for each in (planned.data.train, planned.data.valid, planned.data.test):
             look_at_all(each, reporter)
         warn_of(planned.config, reporter)
     else:
         planned = plan_sweep(config, crew, reporter).whole
-    show_ranks(planned, crew.transport.hosts, reporter, {})
+    show_ranks(planned.job, crew.transport.hosts, reporter, {})
     if config.tune.train:
         reporter.say(_time(planned))
         for what, place in (
@@ -145,14 +144,14 @@ def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Rep
 
 
 def _time(planned: PlannedRun) -> str:
-    step = planned.seconds(planned.mean_length)
+    step = planned.seconds()
     iters = planned.config.iters
     if step is None:
         return (
             "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "
             "write flops= into the lines of --hostfile"
         )
-    is_measured = planned.cluster.profile is not None
+    is_measured = planned.job.cluster.profile is not None
     source = "measured times" if is_measured else "the FLOP/s of the hostfile, an estimate"
     return (
         f"Time of a step: {step:.3g} s, of {iters} steps {timedelta(seconds=round(step * iters))}, "

@@ -11,7 +11,6 @@ import numpy as np
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import Batch, Batches
 from shardmlx.planning.memory.limits import would_take
-from shardmlx.training.planned_run import memory_of_ranks
 from shardmlx.training.rows import Rows, rows_of_ranks
 from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.sample_set import RowError, SampleSet
@@ -44,9 +43,9 @@ class Evaluation:
         job = self.crew.worker.job
         assert job.data is not None, "rank 0 has the data"
         samples = getattr(job.data, name)
-        batch = job.planned.way.batch
-        objective = job.planned.objective
-        config = job.planned.config
+        batch = job.training.way.batch
+        objective = job.objective
+        config = job.config
         most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.facts.has_reference and most != -1
@@ -56,7 +55,7 @@ class Evaluation:
             batch.max_seq_length,
             self.random,
             loop=loop,
-            widths=job.planned.plan.widths,
+            widths=job.training.plan.widths,
             swaps=objective is not None and objective.swaps,
             most=most if is_limited else None,
         )
@@ -77,16 +76,15 @@ class Evaluation:
         """Raise ``RowError`` if a batch, of which no row was known when the run was planned, takes
         more memory than there is."""
         job = self.crew.worker.job
-        of_step, forward = job.planned.lengths.longest
+        of_step, forward = job.training.lengths.longest
         is_step = name == "train"
         known = of_step if is_step else max(of_step, forward)
         if length <= max(known, self._longest.get(name, 0)):
             return
         self._longest[name] = length
-        planned = job.planned
         found = (length, forward) if is_step else (of_step, length)
-        peaks = memory_of_ranks(planned.plan, planned.parts, planned.cluster, found)
-        for rank, (memory, limits) in enumerate(zip(peaks, planned.limits, strict=True)):
+        peaks = job.training.memory(job.planned.cluster, found)
+        for rank, (memory, limits) in enumerate(zip(peaks, job.planned.limits, strict=True)):
             if memory.peak > limits.memory:
                 raise RowError(
                     f"{would_take(rank, limits.budget, memory.peak)} for a sequence of the {name} "
@@ -102,15 +100,15 @@ class Evaluation:
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
         """Return the mean loss of a token, or pair, and what preferences say; None for a set
         without a batch, or without a token that counts. Raises ``StopRequested``."""
-        planned = self.crew.worker.job.planned
-        reporter = self.crew.worker.job.reporter
-        available = planned.sizes[name] // planned.way.batch.batch_size
+        job = self.crew.worker.job
+        assert job.data is not None, "rank 0 has the data"
+        available = job.data.sizes()[name] // job.training.way.batch.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
         batches = islice(self.draw(name, self.batches(name, loop=False)), remaining)
         pending = []
-        with reporter.bar(description, remaining) as bar:
+        with job.reporter.bar(description, remaining) as bar:
             for rows in self.groups(batches):
                 args = [(of_rank, description) for of_rank in rows]
                 pending.append(self.crew.begin_each(RunWorker.evaluate, args))
@@ -118,20 +116,20 @@ class Evaluation:
         answers = [each.values() for each in pending]
         count = sum(of_ranks[0][1] for of_ranks in answers)
         if not count:
-            reporter.warn(f"{description}: no token of these batches counts: no loss")
+            job.reporter.warn(f"{description}: no token of these batches counts: no loss")
             return None
         totals = [
             np.sum([sums for sums, _ in of_rank], axis=0) for of_rank in zip(*answers, strict=True)
         ]
         loss = float(sum(total[0] for total in totals)) / count
-        return loss, means_of(totals, planned.objective)
+        return loss, means_of(totals, job.objective)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[list[Rows]]]:
         """Yield the rows of as many batches at once as keep all stages busy, for each rank. Raises
         ``StopRequested`` between two."""
         job = self.crew.worker.job
         transport = self.crew.transport
-        plan = job.planned.plan
+        plan = job.training.plan
         microbatches = -(-plan.microbatches // 2) if job.shares_prompts else plan.microbatches
         at_once = -(-4 * plan.mesh.pp // microbatches)
         source = iter(batches)

@@ -25,60 +25,56 @@ from shardmlx.loading.peft import start_file
 from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.sizes.shares import WHOLE
 from shardmlx.planning.facts.workload import only_dtype
-from shardmlx.training.datasets import DataSets
-from shardmlx.training.planned_run import PlannedRun
+from shardmlx.planning.job import Job
+from shardmlx.training.plan_run import PlannedRun
 from shardmlx.training.worker import TrainWorker
 
 
 def load_run(
-    crew: Crew[TrainWorker],
-    planned: PlannedRun,
-    data: DataSets,
-    reporter: Reporter,
-    name: str = "",
+    crew: Crew[TrainWorker], planned: PlannedRun, reporter: Reporter, name: str = ""
 ) -> None:
     """Find the checkpoint to go on from, and load each rank's stages, for the run ``name``: empty
     for a run alone. On rank 0, once all ranks have built its model. Raises ``UserError``."""
     config = planned.config
-    plan = planned.plan
+    job = planned.job
     worker = crew.worker
-    tune = planned.way.fine_tune
-    crew.all(TrainWorker.cut, planned)
-    identity = _identity(planned, data, worker)
+    tune = job.trained.way.fine_tune
+    crew.all(TrainWorker.cut, config, job)
+    identity = _identity(planned, worker)
     resumption = Resumption()
     if tune.train:
         divides = tune.divides_optimizer or tune.keeps_errors
-        owners = plan.mesh.size // (1 if divides else plan.mesh.dp)
+        owners = job.mesh.size // (1 if divides else job.mesh.dp)
         checkpoints = crew.part(SeenCheckpoints, "checkpoints")
         resumption = prepare_resumption(
             checkpoints, config.checkpoints, config.iters, reporter, identity, owners
         )
         worker.lock_output(resumption.place)
-    link = join(config, planned.plan.model, worker.shapes(), reporter)
-    if plan.mesh.tp > 1:
-        crew.all(TrainWorker.join_group, [plan.mesh.sharing(rank) for rank in range(crew.size)])
+    link = join(config, job.model, worker.shapes(), reporter)
+    if job.mesh.tp > 1:
+        crew.all(TrainWorker.join_group, [job.mesh.sharing(rank) for rank in range(crew.size)])
         crew.all(TrainWorker.share_layers)
     if not worker.runs:
-        crew.all(ModelWorker.set_limits, planned.limits)
-        bring_weights(crew, _needs(planned, worker), reporter)
+        crew.all(ModelWorker.set_limits, job.limits)
+        bring_weights(crew, Needs.of(job, worker.opened.shape), reporter)
     sharing = None if link is None else Sharing(link.joined.terms, link.tensors)
     loaded = crew.all(TrainWorker.load)
     crew.all(TrainWorker.get_ready, resumption, sharing, name, config.metrics_file)
-    worker.runs[-1].lead_with(data, identity, link)
+    worker.runs[-1].lead_with(planned.data, identity, link)
     columns = {
         "weights": [gibibytes(each.nbytes) for each in loaded],
         "trained": [f"{each.trained / 1e6:.3f}M" for each in loaded],
         "loaded in": [f"{each.seconds:.1f} s" for each in loaded],
     }
     if not name or len(worker.runs) == 1:
-        show_ranks(planned, crew.transport.hosts, reporter, columns)
+        show_ranks(job, crew.transport.hosts, reporter, columns)
 
 
-def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[str, Any] | None:
+def _identity(planned: PlannedRun, worker: TrainWorker) -> dict[str, Any] | None:
     """Return what tells a run from others, if it has checkpoints."""
     config = planned.config
+    data = planned.data
     if not (config.checkpoints.checkpoint_dir or config.checkpoints.named):
         return None
     read = worker.model_files.read
@@ -109,7 +105,7 @@ def _sets_of_checkpoint(options: CheckpointOptions) -> Mapping[str, Any]:
 def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
     """Return what the run's options do not say of it. Raises ``UserError``."""
     config = planned.config
-    start = planned.config.resume_adapter_file
+    start = config.resume_adapter_file
     with file_access("read", f"--resume-adapter-file {start}"):
         digest = None if start is None else file_digest(start_file(Path(start)))
     return RunFacts(
@@ -132,36 +128,22 @@ def _module_digest(objective: str) -> str | None:
         return file_digest(Path(spec.origin))
 
 
-def _needs(planned: PlannedRun, worker: TrainWorker) -> Needs:
-    """Return the layers that each rank reads."""
-    plan = planned.plan
-    ranges = plan.stage_map.partition.ranges
-    stages = [[ranges[stage] for stage in plan.stages_of(rank)] for rank in range(plan.mesh.size)]
-    # DoRA begins with the norms of whole rows.
-    is_dora = planned.workload.fine_tune.fine_tune_type == "dora"
-    return Needs(stages, worker.opened.shape, WHOLE if is_dora else planned.shares)
-
-
 def show_ranks(
-    planned: PlannedRun,
+    job: Job,
     hosts: Sequence[str],
     reporter: Reporter,
     others: Mapping[str, Sequence[str]],
 ) -> None:
     """Print the layers of each rank, other columns by their heads, and its planned memory."""
-    plan = planned.plan
-    limits = planned.limits
-    ranges = plan.stage_map.partition.ranges
     columns = {
         "rank": [str(rank) for rank in range(len(hosts))],
         "host": hosts,
         "layers": [
-            ", ".join(numbers_of(*ranges[stage]) for stage in plan.stages_of(rank))
-            for rank in range(len(hosts))
+            ", ".join(numbers_of(*ends) for ends in job.layers(rank)) for rank in range(len(hosts))
         ],
         **others,
-        "planned peak": [gibibytes(each.planned_process) for each in limits],
-        "limit": [gibibytes(each.budget.process) for each in limits],
-        "which is": [each.budget.reason for each in limits],
+        "planned peak": [gibibytes(each.planned_process) for each in job.limits],
+        "limit": [gibibytes(each.budget.process) for each in job.limits],
+        "which is": [each.budget.reason for each in job.limits],
     }
     reporter.table(list(columns), list(zip(*columns.values(), strict=True)))

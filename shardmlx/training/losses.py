@@ -47,15 +47,15 @@ class Gradients:
             self.job.engine,
             share.microbatches,
             scale=loss_scale / max(1, share.count),
-            key=(self.job.planned.config.seed, step),
-            reduce=step % self.job.planned.config.batch.grad_accumulation_steps == 0,
+            key=(self.job.config.seed, step),
+            reduce=step % self.job.config.batch.grad_accumulation_steps == 0,
         )
 
     def add(self, results: Results) -> list[float]:
         """Take in what the engine made of the step that was begun; return this rank's sums."""
         parts = self._shares[-1].microbatches
-        objective = self.job.planned.objective
-        losses, sums = scores_of(results, parts, objective, self.job.planned.workload.dtype)
+        objective = self.job.objective
+        losses, sums = scores_of(results, parts, objective, self.job.training.workload.dtype)
         fault = nonfinite_loss(losses, self._where)
         self._nonfinite_loss = self._nonfinite_loss or fault
         return sums
@@ -112,7 +112,7 @@ def answers_of(
 def set_baselines(job: TrainingRun, shares: list[Share]) -> None:
     """Set KTO's reference points in the shares, one for each batch: what training has added to the
     likelihood of answers that belong to other prompts. Collective."""
-    if job.planned.objective is None or not job.planned.objective.swaps:
+    if job.objective is None or not job.objective.swaps:
         return
     gains = np.zeros(len(shares))
     with evaluating(job):

@@ -39,7 +39,7 @@ class Outputs:
     def __init__(self, crew: Crew[RunWorker], soundness: Soundness) -> None:
         self._crew = crew
         self._job = crew.worker.job
-        self._options = options = self._job.planned.config
+        self._options = options = self._job.config
         self._soundness = soundness
         self._path = Path(options.adapter_path)
         self.last = options.last_path

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from shardmlx.checkpoint.export import indexed_files
 from shardmlx.common.formatting import plural
@@ -16,34 +15,20 @@ from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import BEST, TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import few_widths
-from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
 from shardmlx.islands.client import Hub
-from shardmlx.loading.rank_setup import (
-    OpenedModel,
-    PlanInputs,
-    gather_plan_inputs,
-    limits_of,
-    measure_again,
-    open_everywhere,
-)
+from shardmlx.loading.rank_setup import OpenedModel, gather_facts, measure_again, open_everywhere
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
-from shardmlx.models.sizes.shape import ModelShape
-from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.choice import Choice, decide
-from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.job_facts import TrainingFacts
+from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.workload import Workload
-from shardmlx.planning.groups import in_shares, parts_of
-from shardmlx.planning.layout import lay_out
-from shardmlx.planning.memory.limits import PlannedMemory, how_to_allow, would_take
-from shardmlx.planning.suggestions import remedies
-from shardmlx.planning.ways import ways
+from shardmlx.planning.job import Job
+from shardmlx.planning.think import JobOptions, check_layout, think
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
-from shardmlx.training.planned_run import PlannedRun, memory_of_ranks
 from shardmlx.training.worker import TrainWorker
 
 
@@ -56,14 +41,29 @@ def open_for_training(
     return open_everywhere(crew, config.source, adapters, reporter)
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A run with a job that fits, before any weight is read, and its data. On rank 0."""
+
+    config: TrainConfig
+    """The run as the user wants it; ``epochs`` are steps now."""
+    job: Job
+    data: DataSets
+
+    def seconds(self) -> float | None:
+        """Return the predicted seconds of a step with rows of mean length; None where speeds are
+        unknown."""
+        return self.job.seconds(self.job.trained.mean_length)
+
+
 def plan_run(
     config: TrainConfig,
     crew: Crew[TrainWorker],
     reporter: Reporter,
     runs: int = 1,
     read: Callable[[], DataSets] | None = None,
-) -> tuple[PlannedRun, DataSets]:
-    """Check the options, read the data, choose the plan, for so many runs that train side by side;
+) -> PlannedRun:
+    """Check the options, read the data, plan the job, for so many runs that train side by side;
     ``read`` gets the rows of all. On rank 0, once all have opened the model; all have built it
     then. Raises ``UserError``."""
     opened = crew.worker.opened
@@ -72,18 +72,17 @@ def plan_run(
         config = asked.with_iters(max(asked.iters, asked.batch.grad_accumulation_steps))
     spec = replace(config.spec, runs=runs)
     files = open_model(str(opened.path))
-    workload = Workload.of(files, spec.fine_tune, spec.batch, spec.saves)
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
-    inputs = gather_plan_inputs(
-        crew,
-        replace(workload, copies=_copies(config, reporter)),
-        spec.machines,
-        config.layout.stage_map,
-    )
+    workload = Workload.of(files, spec.fine_tune, spec.batch, spec.saves)
+    workload = replace(workload, copies=_copies(config, reporter))
+    facts = gather_facts(crew, workload, spec.machines, config.layout.stage_map)
     run = spec.for_ranks(crew.size // spec.layout.across)
     total, trained = crew.all(TrainWorker.build, run.fine_tune, config.seed)[0]
+    lengths = SequenceLengths.full(run.batch.max_seq_length)
+    layers = crew.worker.trained_layers()
+    facts = replace(facts, training=TrainingFacts(workload, lengths, layers))
     # Wrong options are found before the data is read.
-    _check_layout(run, inputs, crew.worker)
+    check_layout(run, facts)
     build_optimizer(run.fine_tune)
     check_output(config, opened.path)
     data = read_sets(config, opened, reporter) if read is None else read()
@@ -91,19 +90,20 @@ def plan_run(
         config = asked.with_iters(asked.steps_of(data.sizes()["train"]))
         run = replace(run, fine_tune=config.tune)
         reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
-    lengths = lengths_of(config, data)
-    inputs = measure_again(crew, inputs, run.machines)
-    planned, choice = _choose(config, run, inputs, lengths, crew.worker, reporter)
+    facts = measure_again(crew, facts.with_lengths(lengths_of(config, data)), run.machines)
+    job = think(JobOptions(training=run), facts)
+    for warning in job.warnings:
+        reporter.warn(warning)
     check_valid(config, data.sizes())
-    reporter.say(_headline(planned.way, planned.plan))
+    reporter.say(_headline(job.trained.way, job.trained.plan))
     if config.tune.train:
-        if planned.way != run.with_shares(run.layout.across):
-            reporter.say(str(choice))
+        if job.trained.way != run.with_shares(run.layout.across):
+            reporter.say(str(job.trained.choice))
         reporter.say(
             f"Trainable parameters: {100 * trained / total:.3f}% "
             f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
-    return replace(planned, sizes=data.sizes()), data
+    return PlannedRun(config, job, data)
 
 
 def _copies(config: TrainConfig, reporter: Reporter) -> int:
@@ -112,69 +112,6 @@ def _copies(config: TrainConfig, reporter: Reporter) -> int:
         return 0
     hub = Hub.of(config.island, str(config.name), reporter.say)
     return hub.persist(hub.terms).copies
-
-
-def _choose(
-    config: TrainConfig,
-    run: RunSpec,
-    inputs: PlanInputs[Workload],
-    lengths: SequenceLengths,
-    worker: TrainWorker,
-    reporter: Reporter,
-) -> tuple[PlannedRun, Choice]:
-    """Return the plan of the fastest way that fits, but for the sizes of the data, and all that was
-    looked at. Raises ``UserError`` if none fits."""
-    choice = choose_plan(run, inputs, lengths)
-    plan = _of_model(choice.plan, choice.run, worker)
-    return planned_by(choice, plan, config, inputs, reporter), choice
-
-
-def planned_by(
-    choice: Choice,
-    plan: Plan,
-    config: TrainConfig,
-    inputs: PlanInputs[Workload],
-    reporter: Reporter,
-) -> PlannedRun:
-    """Return a run by the chosen ``plan``, but for the sizes of the data. Raises ``UserError`` if a
-    rank lacks memory for its share."""
-    way = choice.run
-    shares = choice.facts.shares
-    lengths = choice.facts.lengths
-    plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
-    counted = lengths.counted_share(plan.pack)
-    chosen: dict[str, Any] = {
-        "batch": way.batch,
-        "fine_tune": way.fine_tune,
-        "counted": counted,
-    }
-    parts = parts_of(replace(inputs.sizes, **chosen), shares)
-    return PlannedRun(
-        config=config,
-        way=way,
-        objective=Objective.of(config.loss),
-        workload=replace(choice.facts.workload, **chosen),
-        parts=parts,
-        cluster=inputs.cluster.with_rings(shares.size),
-        plan=plan,
-        shares=shares,
-        sizes={},
-        lengths=lengths,
-        limits=limits_of(inputs, _fitting(plan, parts, inputs, lengths), reporter),
-    )
-
-
-def _fitting(
-    plan: Plan, parts: Sequence[Workload], inputs: PlanInputs[Workload], lengths: SequenceLengths
-) -> list[PlannedMemory]:
-    """Return the memory of each rank. Raises ``UserError`` if one lacks some: the plan was made for
-    another rank of its group."""
-    memory = memory_of_ranks(plan, parts, inputs.cluster, lengths.longest)
-    for rank, each in enumerate(memory):
-        if each.peak > inputs.cluster.capacity(rank):
-            problem = would_take(rank, inputs.budgets[rank], each.peak)
-            raise UserError(problem, "give tensor_shares that suit the memories")
-    return memory
 
 
 def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
@@ -261,64 +198,6 @@ def lengths_of(config: TrainConfig, data: DataSets) -> SequenceLengths:
     widths = few_widths(lengths, most) if config.tune.train else ()
     means = mean_lengths(lengths, counted, config.batch.batch_size, most, widths)
     return SequenceLengths((first, max(others, default=0)), *means, widths)
-
-
-def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> PlanFacts:
-    return PlanFacts(
-        workload=inputs.sizes, cluster=inputs.cluster, lengths=lengths, stage_map=inputs.stage_map
-    )
-
-
-def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorker) -> None:
-    """Raise ``UserError`` for options that are wrong for any data, before these are read."""
-    check_packing(run, worker.opened.shape)
-    facts = _facts_of(inputs, SequenceLengths.full(run.batch.max_seq_length))
-    run, facts = in_shares(run, facts, run.layout.across)
-    simplest = ways(run, facts)[0]
-    try:
-        plan = lay_out(simplest, facts)
-    except DoesNotFitError:
-        return  # another way may, once the lengths are known
-    _of_model(plan, simplest, worker)
-
-
-def check_packing(run: RunSpec, shape: ModelShape) -> None:
-    """Raise ``UserError`` if a run packs rows that the model's layers would not tell apart."""
-    if run.batch.pack and not shape.takes_packed:
-        raise UserError(
-            "--pack: the model's layers depend on the place of a token in its row",
-            "train without --pack",
-        )
-
-
-def _of_model(plan: Plan, run: RunSpec, worker: TrainWorker) -> Plan:
-    """Return the plan for the very model that rank 0 has built; ``UserError`` if nothing trains."""
-    tune = run.fine_tune
-    trainable = worker.trainable(plan.stage_map.partition.ranges)
-    if tune.train and not any(trainable):
-        raise UserError(
-            f"nothing is left to train with --fine-tune-type {tune.fine_tune_type} and "
-            f"lora_parameters {dict(tune.lora_parameters)}",
-            "its keys must name modules of this model; quantised weights train with lora only",
-        )
-    return replace(plan, trainable=trainable, model=worker.opened.digest)
-
-
-def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Choice:
-    """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
-    facts = _facts_of(inputs, lengths)
-    try:
-        return decide(run, facts)
-    except DoesNotFitError as error:
-        run, facts = in_shares(run, facts, run.layout.across)
-        budget = inputs.budgets[facts.ranks[error.rank] if facts.ranks else error.rank]
-        needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
-        would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
-        fits = needed.peak <= budget.nbytes
-        raise UserError(
-            error.fact if fits else would_take(error.rank, budget, needed.peak),
-            f"{how_to_allow([budget], [needed])}{'; or '.join(would_fit)}",
-        ) from None
 
 
 def _headline(run: RunSpec, plan: Plan) -> str:

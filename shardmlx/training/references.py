@@ -52,7 +52,7 @@ class References:
         if known is None:
             return
         batches = self._evaluation.batches(name, loop=False)
-        size = self._job.planned.way.batch.batch_size
+        size = self._job.training.way.batch.batch_size
         lacking = np.isnan(known[:, self._columns]).any(axis=1)
         starts = [each for each in batches.first(most) if lacking[each : each + size].any()]
         if not starts:
@@ -83,7 +83,7 @@ class References:
         return known
 
     def _digest(self, name: str) -> str:
-        most = self._job.planned.way.batch.max_seq_length
+        most = self._job.training.way.batch.max_seq_length
         return set_digest(getattr(self._job.data, name).facts(), most)
 
     def _read(self, file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

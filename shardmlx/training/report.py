@@ -47,7 +47,7 @@ class TrainingReport:
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
         self._job = job = crew.worker.job
-        self._planned = planned = job.planned
+        training = job.training
         self._hosts = job.transport.hosts
         self._totals = Totals()
         self._reporter = job.reporter
@@ -57,13 +57,14 @@ class TrainingReport:
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches of rank 0 by length
         self._growth = Growth(self._hosts, job.planned.limits)
-        work = Work.of(planned.plan, planned.workload, planned.cluster, planned.mean_length)
+        length = training.mean_length
+        work = Work.of(training.plan, training.workload, job.planned.cluster, length)
         self._watch = Watch(self._hosts, work)
         self._callback: Any = None
 
     def open_services(self) -> None:
         """Start the services of ``--report-to``."""
-        config = self._planned.config
+        config = self._job.config
         self._callback = get_reporting_callbacks(
             ",".join(config.services),
             project_name=config.project_name,
@@ -74,11 +75,11 @@ class TrainingReport:
     def start(self, step: int) -> None:
         """Write the facts of the run to the metrics, before the next step."""
         self._totals.start_after(step)
-        self._reporter.event("start", facts_of(self._planned, self._hosts, step))
+        self._reporter.event("start", facts_of(self._job, step))
 
     def count(self, result: StepResult) -> None:
         """Take in a step that was made."""
-        plan = self._planned.plan
+        plan = self._job.training.plan
         sequences = plan.micro_batch_rows if plan.pack else 1
         widths = self._crew.worker.widths
         self._lengths.update(-(-width // sequences) for width in widths)
@@ -121,7 +122,7 @@ class TrainingReport:
         ]
         # Sums of floats depend on their order: it is that of the ranks.
         sums = [each.sums for of_rank in zip(*answers, strict=True) for each in of_rank]
-        means = means_of(sums, self._job.planned.objective)
+        means = means_of(sums, self._job.objective)
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,
@@ -190,9 +191,10 @@ class TrainingReport:
         ranks = self._totals.summary()
         if not ranks:
             return
-        planned = self._planned
+        planned = self._job.planned
         mean_length = self._mean_length
-        peaks = planned.peaks(max(self._lengths))
+        memory = self._job.training.memory(planned.cluster, (max(self._lengths), 0))
+        peaks = [each.peak for each in memory]
         self._show_ranks(ranks, peaks)
         expected = planned.seconds(mean_length)
         if expected is not None:
@@ -214,7 +216,7 @@ class TrainingReport:
                 "seconds": round(seconds, 3),
                 "ranks": [each.as_json() for each in ranks],
                 "predicted": {
-                    "num_layers": list(planned.plan.stage_map.partition.sizes),
+                    "num_layers": list(planned.stage_map.partition.sizes),
                     "sequence_length": mean_length,
                     "step_seconds": expected,
                     "peak_memory_bytes": peaks,
@@ -226,7 +228,7 @@ class TrainingReport:
     def _show_ranks(self, ranks: Sequence[RankReport], peaks: Sequence[int]) -> None:
         rows = []
         for each, predicted in zip(ranks, peaks, strict=True):
-            process = self._planned.limits[each.rank].process_peak(predicted)
+            process = self._job.planned.limits[each.rank].process_peak(predicted)
             rows.append(
                 (
                     str(each.rank),

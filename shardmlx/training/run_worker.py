@@ -86,9 +86,8 @@ class RunWorker:
 
     def __init__(self, job: TrainingRun) -> None:
         self.job = job
-        planned = job.planned
         engine = job.engine
-        self._options = options = planned.config
+        self._options = options = job.config
         self._transport = job.transport
         trace = Path(options.trace) if options.trace else None
         self.meter = Meter(job.transport, engine.recorder, trace)
@@ -102,7 +101,7 @@ class RunWorker:
             self.shared = SharedWeights(job.sharing, engine, self._updater)
         self.snapshots = Snapshots(job, self._updater, self.shared)
         holds = None if shards.weights is None else shards.holds
-        self._collector = Collector(planned.plan, job.transport, parts, holds)
+        self._collector = Collector(job.training.plan, job.transport, parts, holds)
         self._gradients = Gradients(job)
         self._ahead: Rows | None = None
         self._last_share: Share | None = None
@@ -135,7 +134,7 @@ class RunWorker:
         rows = order.rows or self._ahead
         assert rows is not None, "they were sent with this step, or with the one before"
         self._ahead = order.following
-        share = share_of(self.job.planned.plan, self._transport.rank, rows)
+        share = share_of(self.job.training.plan, self._transport.rank, rows)
         self._last_share = share
         self._shapes.update(each.shape for each in share.microbatches if each.places is None)
         return self._gradients.begin(order.step, share, order.loss_scale)
@@ -185,8 +184,8 @@ class RunWorker:
             set_baselines(self.job, shares)
             parts = [each for share in shares for each in share.microbatches]
             results = self.job.engine.evaluate(parts)
-            planned = self.job.planned
-            _, sums = scores_of(results, parts, planned.objective, planned.workload.dtype)
+            dtype = self.job.training.workload.dtype
+            _, sums = scores_of(results, parts, self.job.objective, dtype)
         return sums, sum(share.count for share in shares)
 
     @together
@@ -214,7 +213,7 @@ class RunWorker:
         return all(np.isfinite(each).all() for each in results.values())
 
     def _shares(self, rows: Sequence[Rows]) -> list[Share]:
-        plan = self.job.planned.plan
+        plan = self.job.training.plan
         rank = self._transport.rank
         shares_prompts = self.job.shares_prompts
         return [share_of(plan, rank, each, shares_prompts=shares_prompts) for each in rows]

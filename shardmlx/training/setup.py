@@ -13,22 +13,27 @@ from shardmlx.checkpoint.resume import Resumption
 from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
+from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
 from shardmlx.islands.hub_link import HubLink
 from shardmlx.islands.shared_weights import Sharing
+from shardmlx.planning.job import Job, TrainingPart
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.planned_run import PlannedRun
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start. ``number`` is its place among runs that train side by side.
-    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, its ``link`` to a
-    hub, and the locks that keep other runs out of its directories."""
+    """A run that is ready to start, with its options, as rank 0 has planned it. ``number`` is its
+    place among runs that train side by side. Rank 0 alone has its ``data``, its ``identity``, which
+    tells it from others, its ``link`` to a hub, and the locks that keep other runs out of its
+    directories."""
 
-    planned: PlannedRun
+    config: TrainConfig
+    planned: Job
+    objective: Objective | None
     transport: Transport
     reporter: Reporter
     model_path: Path
@@ -54,10 +59,15 @@ class TrainingRun:
             self.checkpoints.release()
 
     @property
+    def training(self) -> TrainingPart:
+        """The part of the job that trains."""
+        return self.planned.trained
+
+    @property
     def shares_prompts(self) -> bool:
         """True if the answers of a pair are evaluated with their prompt once."""
-        plan = self.planned.plan
-        shape = self.planned.workload.shape
+        plan = self.training.plan
+        shape = self.training.workload.shape
         takes_pieces = shape.takes_packed and shape.family.takes_pieces
         return plan.together > 1 and takes_pieces and self.stages[0].part.takes_shared_prefixes
 

@@ -50,7 +50,7 @@ class Snapshots:
         self._shared = shared
         self._writer = None
         if (place := job.resumption.place) is not None:
-            keep = job.planned.config.checkpoints.keep_checkpoints
+            keep = job.config.checkpoints.keep_checkpoints
             self._writer = CheckpointWriter(
                 job.transport, place.store, place.storage, keep, job.number
             )
@@ -172,7 +172,7 @@ class Snapshots:
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
-        mesh = self._job.planned.plan.mesh
+        mesh = self._job.training.plan.mesh
         shards = self._job.engine.shards
         replica, place = divmod(self._transport.rank, mesh.pp * mesh.tp)
         whole = f"{place:02d}"
@@ -196,7 +196,7 @@ class Snapshots:
 
     def _weights(self) -> dict[str, mx.array]:
         """Return the weights that this rank saves: of those that several ranks have, the first."""
-        is_first_share = self._job.planned.plan.mesh.share(self._transport.rank) == 0
+        is_first_share = self._job.training.plan.mesh.share(self._transport.rank) == 0
         weights = {}
         for stage in self._job.stages:
             for name in filter(self._job.engine.shards.holds, stage.names):

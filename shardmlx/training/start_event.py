@@ -7,25 +7,29 @@ from typing import Any
 
 import shardmlx
 from shardmlx.pipeline.plan import Plan
-from shardmlx.training.planned_run import PlannedRun
+from shardmlx.planning.job import Job
+from shardmlx.training.setup import TrainingRun
 
 MOST_SPANS = 4000
 """Limit of actions of a step on all ranks whose times are written; more cannot be drawn."""
 
 
-def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, Any]:
-    """Return the facts of a run that begins after ``step``, JSON-able."""
-    asked = planned.config.spec.for_ranks(planned.plan.mesh.size // planned.plan.mesh.tp)
-    length = planned.mean_length
+def facts_of(run: TrainingRun, step: int) -> dict[str, Any]:
+    """Return the facts of a run that begins after ``step``, JSON-able. On rank 0."""
+    assert run.data is not None, "rank 0 has the data"
+    planned = run.planned
+    training = run.training
+    asked = run.config.spec.for_ranks(planned.mesh.size // planned.mesh.tp)
+    length = training.mean_length
     return {
         "step": step,
-        "iters": planned.config.iters,
+        "iters": run.config.iters,
         "version": shardmlx.__version__,
-        "options": planned.config.to_adapter_config(),
-        "changed": planned.config.not_usual,
-        "chosen": planned.way.answers(asked),
-        "sizes": planned.sizes,
-        "layout": _layout(planned.plan, hosts),
+        "options": run.config.to_adapter_config(),
+        "changed": run.config.not_usual,
+        "chosen": training.way.answers(asked),
+        "sizes": run.data.sizes(),
+        "layout": _layout(training.plan, run.transport.hosts),
         "schedule": _schedule(planned),
         "predicted": {"data": {"sequence_length": length, "step_seconds": planned.seconds(length)}},
         "memory_limits": [each.as_json() for each in planned.limits],
@@ -57,10 +61,10 @@ def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
     return {**sizes, "ranks": ranks, "stages": stages}
 
 
-def _schedule(planned: PlannedRun) -> dict[str, Any]:
+def _schedule(job: Job) -> dict[str, Any]:
     """Return the predicted (action, start, end) of each pipeline rank, as parts of the makespan."""
-    plan = planned.plan
-    simulation = planned.predict(planned.mean_length).simulation
+    plan = job.trained.plan
+    simulation = job.predict(job.trained.mean_length).simulation
     makespan = simulation.makespan or 1.0
     spans = None
     if sum(map(len, simulation.spans)) <= MOST_SPANS:
@@ -77,6 +81,6 @@ def _schedule(planned: PlannedRun) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_rows,
         "packed": plan.pack,
         "bubble": simulation.bubble,
-        "makespan_seconds": makespan if planned.cluster.unit == "seconds" else None,
+        "makespan_seconds": makespan if job.cluster.unit == "seconds" else None,
         "spans": spans,
     }

@@ -12,32 +12,31 @@ from shardmlx.config.sweep import in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.messages import MOST_RUNS
-from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import OpenedModel
+from shardmlx.planning.job import Job
 from shardmlx.training.datasets import DataSets
 from shardmlx.training.datasets import in_one as rows_in_one
 from shardmlx.training.load_run import load_run
 from shardmlx.training.plan_run import (
+    PlannedRun,
     check_output,
     check_valid,
     open_for_training,
     plan_run,
     read_sets,
 )
-from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.worker import TrainWorker
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSweep:
-    """The runs of a sweep, by name: the plan of the ``whole``, and the options and data of each."""
+    """The runs of a sweep, by name: the plan of the ``whole``, and of each."""
 
     whole: PlannedRun
-    runs: Mapping[str, TrainConfig]
-    data: Mapping[str, DataSets]
+    runs: Mapping[str, PlannedRun]
 
 
 def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> PlannedSweep:
@@ -63,7 +62,7 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         distinct = {id(each): each for each in data.values()}
         return rows_in_one(list(distinct.values()))
 
-    planned, _ = plan_run(whole.changed(epochs=None), crew, reporter, len(runs), read_all)
+    planned = plan_run(whole.changed(epochs=None), crew, reporter, len(runs), read_all)
     if config.epochs is not None:
         runs = {
             name: each.with_iters(each.steps_of(data[name].sizes()["train"]))
@@ -72,8 +71,9 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         steps = [f"{plural(each.iters, 'step')} of {name}" for name, each in runs.items()]
         reporter.say(f"--epochs {config.epochs:g}: {', '.join(steps)}")
         planned = replace(planned, config=max(runs.values(), key=lambda each: each.iters))
-    check_replicas(config, planned.plan.mesh.dp, most)
-    return PlannedSweep(planned, runs, data)
+    check_replicas(config, planned.job.mesh.dp, most)
+    of_runs = {name: _of_run(each, planned.job, data[name]) for name, each in runs.items()}
+    return PlannedSweep(planned, of_runs)
 
 
 def check_replicas(config: TrainConfig, replicas: int, stages: int) -> None:
@@ -107,31 +107,28 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
     """Plan all runs together, and load them on all ranks. On rank 0. Raises ``UserError``."""
     opened = open_for_training(config, crew, reporter)
     sweep = plan_sweep(config, crew, reporter)
-    planned: dict[str, PlannedRun] = {}
-    for name, options in sweep.runs.items():
-        sizes = sweep.data[name].sizes()
-        check_valid(options, sizes)
-        check_output(options, opened.path)
-        planned[name] = _of_run(options, sweep.whole, sizes)
-        build_optimizer(planned[name].way.fine_tune)
-        crew.all(TrainWorker.build, planned[name].way.fine_tune, options.seed)
-    for name, each in planned.items():
+    for each in sweep.runs.values():
+        check_valid(each.config, each.data.sizes())
+        check_output(each.config, opened.path)
+        tune = each.job.trained.way.fine_tune
+        build_optimizer(tune)
+        crew.all(TrainWorker.build, tune, each.config.seed)
+    for name, each in sweep.runs.items():
         warn_of(each.config, reporter.of_run(name, None))
-        crew.all(TrainWorker.build, each.way.fine_tune, each.config.seed)
-        load_run(crew, each, _own(sweep.data[name]), reporter, name)
+        crew.all(TrainWorker.build, each.job.trained.way.fine_tune, each.config.seed)
+        load_run(crew, each, reporter, name)
 
 
-def _of_run(config: TrainConfig, whole: PlannedRun, sizes: Mapping[str, int]) -> PlannedRun:
+def _of_run(config: TrainConfig, whole: Job, data: DataSets) -> PlannedRun:
     """Return a run's own part of what was planned for all of them."""
-    tune = replace(config.tune, zero=whole.way.fine_tune.zero)
-    return replace(
-        whole,
-        config=config,
-        way=replace(whole.way, fine_tune=tune, loss=config.loss),
-        objective=Objective.of(config.loss),
-        plan=replace(whole.plan, together=config.loss.together),
-        sizes=sizes,
+    training = whole.trained
+    tune = replace(config.tune, zero=training.way.fine_tune.zero)
+    own = replace(
+        training,
+        way=replace(training.way, fine_tune=tune, loss=config.loss),
+        plan=replace(training.plan, together=config.loss.together),
     )
+    return PlannedRun(config, replace(whole, training=own), _own(data))
 
 
 def _own(data: DataSets) -> DataSets:

@@ -30,7 +30,7 @@ def train(crew: Crew[TrainWorker]) -> None:
     trainers = [Trainer(crew.part(RunWorker, "runs", i)) for i in range(len(workers))]
     runs = [worker.job for worker in workers]
     failures: list[AgreedFailure | None] = [None] * len(runs)
-    if runs[0].planned.config.tune.train:
+    if runs[0].config.tune.train:
         try:
             with crew.promptly():
                 failures = train_together(crew, trainers)
@@ -122,7 +122,7 @@ def _compare(
     comparable: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, trainer in trainers.items():
         if trainer.best.loss is not None:
-            options = jobs[name].planned.config.flat()
+            options = jobs[name].config.flat()
             means = str([options[option] for option in DECIDE_LOSS])
             comparable[means][name] = trainer.best.loss
     winners = []

@@ -45,8 +45,8 @@ class Trainer:
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
         self._job = job = crew.worker.job
-        self._plan = job.planned.plan
-        self._options = options = job.planned.config
+        self._plan = job.training.plan
+        self._options = options = job.config
         self._reporter = job.reporter
         self.place = Path(options.adapter_path)
         self.best = Best()
@@ -222,7 +222,7 @@ class Trainer:
             return
         loss, means = found
         said = in_words(means)
-        if self._job.planned.objective is None:
+        if self._job.objective is None:
             means = {"perplexity": math.exp(min(loss, 700.0))}
             said = f", Test ppl {means['perplexity']:.3f}"
         self._reporter.say(f"Test loss {loss:.3f}{said}.")
@@ -234,12 +234,13 @@ class Trainer:
 
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
-        objective = self._job.planned.objective
+        objective = self._job.objective
         if objective is None or not objective.facts.has_reference:
             return
         references = References(self._evaluation, swaps=objective.swaps)
         try:
-            for name, size in self._job.planned.sizes.items():
+            assert self._job.data is not None, "rank 0 has the data"
+            for name, size in self._job.data.sizes().items():
                 references.complete(name, self._options.iters if name == "train" else size)
         except StopRequested as request:
             raise Stopped(request.number, "no step was made yet") from None
@@ -301,7 +302,7 @@ class Trainer:
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
-            is_short = self._job.planned.workload.dtype == "float16"
+            is_short = self._job.training.workload.dtype == "float16"
             advice = "give --dtype bfloat16" if is_short else "lower --learning-rate"
             if self._loss_scale.factor > 1 and not self._loss_scale.is_dynamic:
                 advice = "give loss_scale: dynamic in the YAML file"
@@ -439,6 +440,6 @@ def exchange_of(crew: Crew[RunWorker]) -> WeightExchange:
     if job.link is None:
         return NoExchange()
     shared = crew.part(SharedWeights, "shared")
-    config = job.planned.config
-    batch = job.planned.way.batch
+    config = job.config
+    batch = job.training.way.batch
     return Island(job.link, shared, batch, config.updates, job.reporter)

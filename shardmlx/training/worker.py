@@ -15,12 +15,14 @@ from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
+from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError, file_access
@@ -29,7 +31,7 @@ from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
-from shardmlx.training.planned_run import PlannedRun
+from shardmlx.planning.job import Job
 from shardmlx.training.run_worker import RunWorker, StepAnswer, StepOrder
 from shardmlx.training.setup import TrainingRun
 
@@ -38,7 +40,8 @@ from shardmlx.training.setup import TrainingRun
 class _Loading:
     """A run of which this rank has cut its stages, and which it has not loaded yet."""
 
-    planned: PlannedRun
+    config: TrainConfig
+    planned: Job
     slices: Sequence[Slice]
     weights: DividedWeights | None
     started: float
@@ -55,7 +58,7 @@ class _Loading:
 
     def parts(self, rank: int) -> list[Slice]:
         """Return the slices of a rank's stages."""
-        return [self.slices[index] for index in self.planned.plan.stages_of(rank)]
+        return [self.slices[index] for index in self.planned.trained.plan.stages_of(rank)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,12 @@ class TrainWorker(ModelWorker):
         self._model = model
         return count_parameters(model)
 
-    def trainable(self, ranges: Sequence[tuple[int, int]]) -> tuple[bool, ...]:
-        """Return whether each slice of the model, with layers of these ranges, has something to
-        train."""
-        return tuple(bool(part.trainable) for part in self._cut(ranges))
+    def trained_layers(self) -> tuple[bool, ...]:
+        """Return whether each layer of the model, with the embedding or the head beside it, has
+        weights to train."""
+        layers = range(self.opened.shape.num_layers)
+        parts = self._cut([(layer, layer + 1) for layer in layers])
+        return tuple(bool(part.trainable) for part in parts)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all trained weights by their names."""
@@ -103,20 +108,20 @@ class TrainWorker(ModelWorker):
             name: tuple(part[name].shape) for part in self._cut(whole) for name in part.trainable
         }
 
-    def cut(self, planned: PlannedRun) -> None:
-        """Cut this rank's stages out of the model that was built."""
-        slices = self._cut(planned.plan.stage_map.partition.ranges)
+    def cut(self, config: TrainConfig, planned: Job) -> None:
+        """Cut this rank's stages of a run out of the model that was built."""
+        slices = self._cut(planned.stage_map.partition.ranges)
         checkpoints = SeenCheckpoints(self.transport)
-        loading = _Loading(planned, slices, None, time.monotonic(), checkpoints)
+        loading = _Loading(config, planned, slices, None, time.monotonic(), checkpoints)
         self._loading = loading
         rank = self.transport.rank
-        mesh = planned.plan.mesh
+        mesh = planned.mesh
         parts = loading.parts(rank)
         for part in parts:
             part.stored = {
                 name: self._stored[name] for name in part.trainable if name in self._stored
             }
-        if planned.workload.fine_tune.divides_weights and mesh.dp > 1:
+        if planned.trained.way.fine_tune.divides_weights and mesh.dp > 1:
             _, pipeline_rank = mesh.coordinates(rank)
             loading.weights = DividedWeights(rank, mesh.replicas_of(pipeline_rank), parts)
 
@@ -130,7 +135,7 @@ class TrainWorker(ModelWorker):
         checkpoints. On rank 0 alone. Raises ``UserError``."""
         loading = self._last()
         another = "name another directory"
-        config = loading.planned.config
+        config = loading.config
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
             if place is not None and _are_one(directory, place.store.directory):
                 continue  # it is locked for this run's checkpoints
@@ -153,7 +158,7 @@ class TrainWorker(ModelWorker):
         ``UserError``."""
         loading = self._last()
         rank = self.transport.rank
-        mesh = loading.planned.plan.mesh
+        mesh = loading.planned.mesh
         shares = loading.planned.shares
         assert self._all_sum is not None, "the group was joined"
         for part in loading.parts(rank):
@@ -172,7 +177,7 @@ class TrainWorker(ModelWorker):
         ``UserError``."""
         loading = self._last()
         rank = self.transport.rank
-        planned = loading.planned
+        training = loading.planned.trained
         parts = loading.parts(rank)
         weights = loading.weights
         if self.runs:
@@ -185,10 +190,10 @@ class TrainWorker(ModelWorker):
         self._stored = {}
         loading.stages = stages = build_stages(
             loading.slices,
-            planned.plan.stages_of(rank),
-            savings=planned.workload.savings(planned.cluster.backend),
+            training.plan.stages_of(rank),
+            savings=training.workload.savings(loading.planned.cluster.backend),
             weights=weights,
-            objective=planned.objective,
+            objective=Objective.of(loading.config.loss),
         )
         nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
         trained = sum(stage.part[each].size for stage in stages for each in stage.names)
@@ -205,10 +210,10 @@ class TrainWorker(ModelWorker):
         """Get ready to train the run called ``name``, which is empty for a run alone: ranks compare
         their clocks, and what they train."""
         loading = self._last()
-        planned = loading.planned
-        tune = planned.way.fine_tune
+        training = loading.planned.trained
+        tune = training.way.fine_tune
         engine = Engine(
-            planned.plan,
+            training.plan,
             self.transport,
             loading.stages,
             divides_optimizer=tune.divides_optimizer,
@@ -220,7 +225,9 @@ class TrainWorker(ModelWorker):
             metrics = Path(metrics_file) if metrics_file else None
             reporter = reporter.of_run(name, metrics)
         job = TrainingRun(
-            planned=planned,
+            config=loading.config,
+            planned=loading.planned,
+            objective=Objective.of(loading.config.loss),
             transport=self.transport,
             reporter=reporter,
             model_path=self.opened.path,

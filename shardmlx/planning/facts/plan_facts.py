@@ -9,6 +9,7 @@ from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.memory.generation import GenerationSetup, beside_weights
 
 CLOSE = 0.01
 """Share of a step, or of a row, below which a difference does not count."""
@@ -59,11 +60,17 @@ class PlanFacts:
     """The facts of single ranks, where these are of groups with tensor shares."""
     ranks: tuple[int, ...] = ()
     """The rank that stands for each group, where these are of groups."""
+    beside: GenerationSetup | None = None
+    """The setup in which the stages, in order on the ranks, also generate, if they do."""
 
     @property
     def is_timed(self) -> bool:
         """True if the times of computing and of messages are known."""
         return self.cluster.unit == "seconds" and self.cluster.knows_messages
+
+    def nbytes_beside(self, start: int, stop: int) -> int:
+        """Return what a stage of these layers holds beside training."""
+        return 0 if self.beside is None else beside_weights(self.beside, start, stop)
 
     def work(self, way: RunSpec) -> Workload:
         """Return the work of a way: its fine-tune, its batch, and its share of counted tokens."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.models.sizes import kv_cache
 from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.planning.facts.workload import ModelSizes, shared
 from shardmlx.planning.memory.training_setup import BACKENDS
@@ -20,6 +22,31 @@ SCORE_ARRAYS = 2
 Attention scores count on a CPU and with quantised keys: Metal's kernel keeps none. Measured peaks
 of SmolLM2 on a CPU were 1 to 5% lower (docs/generate.md).
 """
+
+
+INHERITED = 3
+"""Borders that the next turn of a conversation takes over in the prefix cache: the first, which
+most prompts share."""
+
+MOST_BORDERS = INHERITED + 2
+"""Borders of a sequence in the prefix cache."""
+
+MOST_COPIES = 16
+"""States of the sequences that the prefix cache keeps, borders included."""
+
+
+def most_copies(under_way: int) -> int:
+    """Return how many states are kept at most beside those of so many sequences ``under_way``."""
+    return MOST_COPIES + under_way * MOST_BORDERS
+
+
+def cuttable(shape: ModelShape, max_kv_size: int | None = None) -> int:
+    """Return from how many tokens on the caches of a sequence cannot be cut."""
+    if not shape.family.takes_cuts:
+        return 0
+    # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
+    limits = (each for each in (*shape.windows, max_kv_size) if each is not None)
+    return min(limits, default=sys.maxsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +92,34 @@ def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSe
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of layers ``start`` to ``stop`` as a stage, with KV caches and one chunk."""
+    return weights_memory(setup, start, stop) + beside_weights(setup, start, stop)
+
+
+def weights_memory(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return the bytes of the model's weights in a stage of layers ``start`` to ``stop``."""
     shape = setup.model.shape
     sizes = setup.model.weight_sizes
-    is_first = start == 0
     is_last = stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])
-    if is_first or (is_last and (shape.tied or setup.head)):
+    if start == 0 or (is_last and shape.tied):
         weights += sizes.embedding
+    return round(weights + sizes.head * is_last)
+
+
+def beside_weights(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return what such a stage holds to generate, beside the model's weights: KV caches, the arrays
+    of one chunk, and what drafts."""
+    shape = setup.model.shape
+    is_first = start == 0
+    nbytes = setup.beside if is_first else 0
     activations = _passing(setup)
-    if is_last:
-        weights += sizes.head + setup.head
+    if stop == shape.num_layers:
+        nbytes += setup.head
+        if setup.head and not (is_first or shape.tied):
+            nbytes += round(setup.model.weight_sizes.embedding)
         activations += (setup.sequences + setup.drafts) * shape.vocab_size
-    caches = kv_cache_memory(setup, start, stop)
-    own = round(weights + caches + setup.model.dtype_bytes * activations)
-    return own + setup.beside if is_first else own
+    passing = setup.model.dtype_bytes * activations
+    return nbytes + kv_cache_memory(setup, start, stop) + passing
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:

@@ -49,6 +49,10 @@ class PlannedMemory:
     peak: int
     resident: int
 
+    def __add__(self, other: PlannedMemory) -> PlannedMemory:
+        """Return the bytes of two parts that a rank holds side by side."""
+        return PlannedMemory(self.peak + other.peak, self.resident + other.resident)
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
@@ -186,6 +190,14 @@ def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
         for machine, budget in zip(cluster.machines, budgets, strict=True)
     )
     return replace(cluster, machines=tuple(machines), memory_fraction=1.0)
+
+
+def limits_of(
+    budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], backend: str
+) -> tuple[MemoryLimits, ...]:
+    """Return the limits of all ranks; none where their budgets are not known."""
+    pairs = zip(budgets, planned, strict=True) if budgets else ()
+    return tuple(MemoryLimits(budget, each, backend) for budget, each in pairs)
 
 
 def would_take(rank: int, budget: MemoryBudget, nbytes: int) -> str:

@@ -22,7 +22,7 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.alone import Alone, compared
 from shardmlx.planning.choice import CLEARLY, Choice
 from shardmlx.planning.facts.cluster import Cluster
-from shardmlx.planning.generation import GenerationWay, generation_ways
+from shardmlx.planning.generation_ways import GenerationWay, generation_ways
 from shardmlx.planning.report.island_lines import OVERLAP, TERMS, HubTraffic, exchanges
 from shardmlx.planning.time.predict import Prediction, RankPrediction
 

@@ -18,7 +18,7 @@ from shardmlx.inference.drafts import BackOff, Drafting, LookupDrafter
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.prefix_cache import PrefixCache, cuttable
+from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
@@ -26,6 +26,7 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
+from shardmlx.planning.memory.generation import cuttable
 from testbed.tiny_models import build
 from tests.helpers.generation import CHUNK
 from tests.helpers.shared_texts import config_of, shares_of, texts_in_turn

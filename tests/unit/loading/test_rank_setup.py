@@ -13,23 +13,20 @@ import pytest
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import MachineOptions, ModelSource
-from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.loading.local_files import LocalFiles
 from shardmlx.loading.rank_setup import (
     ModelWorker,
     OpenedModel,
-    PlanInputs,
-    gather_plan_inputs,
+    gather_facts,
     open_everywhere,
 )
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.planning.facts.cluster import Cluster
-from shardmlx.planning.facts.workload import ModelSizes, Workload, model_sizes
+from shardmlx.planning.facts.job_facts import Facts
+from shardmlx.planning.facts.workload import model_sizes
 from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.local_transport import LocalNetwork
 
@@ -77,10 +74,11 @@ def inputs(
     stage_map: str | None = None,
     later: int = 0,
     **options: Any,
-) -> PlanInputs[ModelSizes]:
+) -> Facts:
     machines = MachineOptions(**{"hostfile": None, "memory_limit": None, **options})
+    opened(model, crew)
     sizes = model_sizes(open_model(str(model)), None)
-    return gather_plan_inputs(crew, sizes, machines, stage_map, later)
+    return gather_facts(crew, sizes, machines, stage_map, later)
 
 
 def test_every_rank_opens_the_same_model(model: Path) -> None:
@@ -152,7 +150,7 @@ def test_a_run_is_planned_from_what_all_ranks_have(
         assert 0 < budget.outside <= GIB // 2 + rank_setup.GROWTH
         assert first.cluster.capacity(rank) == 2 * GIB - budget.outside
     assert first.stage_map.partition.sizes == (1, 1)
-    assert first.sizes.shape.num_layers == 2
+    assert first.model.shape.num_layers == 2
 
 
 @pytest.mark.parametrize("option", ["hostfile", "profile", "stage_map"])
@@ -161,22 +159,6 @@ def test_a_file_that_only_rank_0_reads_is_the_error_of_all_ranks(model: Path, op
     first, second = on_two_ranks(partial(inputs, model, **options))
     assert first == second
     assert "nowhere.file" in first
-
-
-def test_a_profile_of_other_work_is_found_before_anything_is_loaded(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise UserError("p.json was measured with dtype 'bfloat16'", "measure again")
-
-    monkeypatch.setattr(Cluster, "clock", fail)
-    config = TrainConfig.from_flat(num_layers=-1)
-    files = open_model(str(model))
-    sizes = Workload.of(files, config.tune, config.batch)
-    machines = MachineOptions(hostfile=None, memory_limit=None)
-    work = partial(gather_plan_inputs, sizes=sizes, options=machines, stage_map=None)
-    expected = "p.json was measured with dtype 'bfloat16': measure again"
-    assert on_two_ranks(work) == [expected, expected]
 
 
 def test_bytes_for_requests_are_those_of_rank_0(

@@ -12,7 +12,7 @@ from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.chips import machines_of
-from shardmlx.planning.generation import generation_ways
+from shardmlx.planning.generation_ways import generation_ways
 from shardmlx.planning.report.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from testbed.tiny_models import tiny_config

@@ -14,7 +14,6 @@ from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import COUNTED, RECOMPUTE, RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import DoesNotFitError
@@ -25,17 +24,17 @@ from shardmlx.planning.choice import Choice, assess, choose
 from shardmlx.planning.facts.chips import as_macs
 from shardmlx.planning.facts.cluster import EFFICIENCY, Cluster
 from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.job_facts import Facts, TrainingFacts
 from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
 from shardmlx.planning.facts.profile_file import MachineProfile, Profile, Sample, work_of
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import trainable_stages, with_replica_rows
-from shardmlx.planning.memory.limits import budgets_of
 from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.think import JobOptions, think
 from shardmlx.planning.time.parts import Seconds
 from shardmlx.planning.time.predict import predict
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import ways
-from shardmlx.training.plan_run import choose_plan
 from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 from tests.helpers.shown import lacking
@@ -592,14 +591,20 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
         cluster = macs(*machines, link=link)
         wiring = as_macs(cluster.machines)
         cluster = replace(cluster, machines=wiring, efficiency=EFFICIENCY)
-        inputs = PlanInputs(workload, cluster, budgets_of(cluster), None, cluster)
+        # The ranks of a run measure their budgets; here each has what its machine usually has.
+        facts = Facts(
+            model=workload,
+            machines=cluster,
+            digest="of the model",
+            training=TrainingFacts(workload, SequenceLengths.full(512)),
+        )
         try:
             planned = plan_training(run, cluster.machines)
         except UserError:
             with pytest.raises(UserError):
-                choose_plan(run, inputs, SequenceLengths.full(512))
+                think(JobOptions(training=run), facts)
             continue
-        of_run = choose_plan(run, inputs, SequenceLengths.full(512))
+        of_run = think(JobOptions(training=run), facts).trained.choice
         assert (of_run.asked, of_run.facts) == (planned.asked, planned.facts)
         assert (of_run.way, of_run.plan) == (planned.way, planned.plan)
         assert of_run.prediction.step_seconds == planned.prediction.step_seconds

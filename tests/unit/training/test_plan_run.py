@@ -15,16 +15,16 @@ from shardmlx.common.units import MIB
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import MOST_WIDTHS, few_widths
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.think import check_layout
 from shardmlx.training import plan_run
 from shardmlx.training.datasets import read_data
 from testbed.rows import write
 from testbed.small_models import small_directory
 from tests.helpers.letters import Letters
-from tests.helpers.plans import chosen_for, planned_for
+from tests.helpers.plans import facts_of, planned_for
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_options_that_do_not_fit_the_run_are_named(
 ) -> None:
     config = TrainConfig.from_flat(model=str(small), **{"num_layers": -1, **options})
     with pytest.raises(UserError) as refused:
-        chosen_for(config, two_macs(900, 900))
+        planned_for(config, two_macs(900, 900))
     assert re.search(problem, refused.value.problem)
     assert re.search(remedy, refused.value.remedy or refused.value.problem)
 
@@ -170,7 +170,7 @@ def test_a_stage_map_of_other_layers_is_named(small: Path, tmp_path: Path) -> No
     path.write_text("stages:\n  - num_layers: 2\n  - num_layers: 2\n")
     config = TrainConfig.from_flat(model=str(small), num_layers=-1, stage_map=str(path))
     with pytest.raises(UserError) as refused:
-        chosen_for(config, two_macs(900, 900))
+        planned_for(config, two_macs(900, 900))
     assert str(path) in refused.value.problem
     assert "4 layers (2 + 2)" in refused.value.problem
     assert "the model has 5" in refused.value.problem
@@ -179,11 +179,13 @@ def test_a_stage_map_of_other_layers_is_named(small: Path, tmp_path: Path) -> No
 def test_no_rows_are_packed_where_a_layer_depends_on_a_tokens_place_in_its_row(
     small: Path,
 ) -> None:
-    run = TrainConfig.from_flat(model=str(small), pack=True).spec
-    shape = read_shape(json.loads((small / "config.json").read_text()))
-    plan_run.check_packing(run, shape)
+    config = TrainConfig.from_flat(model=str(small), num_layers=-1, pack=True)
+    facts = facts_of(config, two_macs(900, 900))
+    check_layout(config.spec, facts)
+    shape = replace(facts.to_train.workload.shape, has_dynamic_rope=True)
+    training = replace(facts.to_train, workload=replace(facts.to_train.workload, shape=shape))
     with pytest.raises(UserError) as refused:
-        plan_run.check_packing(run, replace(shape, has_dynamic_rope=True))
+        check_layout(config.spec, replace(facts, training=training))
     assert "--pack" in refused.value.problem
 
 

@@ -13,7 +13,7 @@ from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.ring import SUM_SECONDS
 from shardmlx.planning.facts.workload import ModelSizes
-from shardmlx.planning.generation import GenerationWay, generation_ways
+from shardmlx.planning.generation_ways import GenerationWay, generation_ways
 from testbed.tiny_models import tiny_config
 
 LAYERS, HIDDEN, GB = 4, 32, 1e9

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from shardmlx.config.inference import GenerateConfig
-from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
-from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.job_facts import Facts, GenerationFacts, GenerationLoad
 from shardmlx.planning.facts.workload import ModelSizes
-from shardmlx.planning.memory.limits import budgets_of, within
+from shardmlx.planning.job import Job
+from shardmlx.planning.memory.limits import budgets_of
+from shardmlx.planning.think import JobOptions, think
 from testbed.tiny_models import tiny_config
 from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.refusals import refusal
@@ -52,13 +53,24 @@ def plan(
     drafting: ModelSizes | None = None,
     head: int = 0,
     **options: Any,
-) -> InferencePlan:
+) -> Job:
     config = GenerateConfig.from_flat(model="m", **options)
     given = None if config.stage_map is None else read_stage_map(config.stage_map)
     machines = replace(cluster(*memories), backend=backend)
     budgets = budgets_of(machines, config.memory_limit)
-    inputs = PlanInputs(work or workload(), within(machines, budgets), budgets, given, machines)
-    return plan_inference(config, inputs, load, "digest", drafting, head)
+    facts = Facts(
+        model=work or workload(),
+        machines=machines,
+        budgets=budgets,
+        stage_map=given,
+        generation=GenerationFacts(load, drafting, head),
+    )
+    return think(JobOptions(generation=config), facts)
+
+
+def with_setup(job: Job, **changes: Any) -> Job:
+    setup = replace(job.generated.setup, **changes)
+    return replace(job, generation=replace(job.generated, setup=setup))
 
 
 ONE = GenerationLoad(sequences=1, prompt=500, answer=100, context=600)
@@ -71,20 +83,21 @@ def test_one_text_balances_its_prompt() -> None:
     """The head sees one position of it: it hardly counts."""
     made = plan(ONE, ROOM, ROOM)
     assert made.stage_map.partition.sizes == (4, 4)
-    assert (made.groups, made.setup.sequences, made.setup.chunk) == (1, 1, 128)
+    setup = made.generated.setup
+    assert (made.generated.groups, setup.sequences, setup.chunk) == (1, 1, 128)
 
 
 def test_many_texts_balance_the_head_too() -> None:
     made = plan(MANY, ROOM, ROOM)
     first, last = made.stage_map.partition.sizes
     assert first > last
-    assert (made.groups, made.setup.sequences) == (2, 8)
-    assert plan(MANY, ROOM, ROOM, ROOM, batch_size=2).groups == 2
+    assert (made.generated.groups, made.generated.setup.sequences) == (2, 8)
+    assert plan(MANY, ROOM, ROOM, ROOM, batch_size=2).generated.groups == 2
 
 
 def test_a_single_gpu_takes_the_chunks_of_mlx_lm() -> None:
-    assert plan(ONE, ROOM).setup.chunk == 2048
-    assert plan(ONE, ROOM, prefill_step_size=33).setup.chunk == 33
+    assert plan(ONE, ROOM).generated.setup.chunk == 2048
+    assert plan(ONE, ROOM, prefill_step_size=33).generated.setup.chunk == 33
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -92,15 +105,15 @@ def test_on_a_cpu_chunks_are_small_since_their_scores_are_held(ranks: int) -> No
     long = GenerationLoad(sequences=1, prompt=8000, answer=100, context=8100)
     small = plan(long, *[ROOM] * ranks, backend="cpu")
     large = plan(long, *[ROOM] * ranks, backend="cpu", prefill_step_size=1024)
-    assert small.setup.chunk == 128
+    assert small.generated.setup.chunk == 128
     heads = workload().shape.layer(0).heads.queries
     assert large.memory[0].peak - small.memory[0].peak > 2 * 4 * heads * (1024 - 128) * 8100
 
 
 def test_limited_caches_are_not_merged() -> None:
     limited = plan(MANY, ROOM, ROOM, work=workload("qwen2"), max_kv_size=64, batch_size=6)
-    assert limited.groups == 6
-    assert plan(MANY, ROOM, ROOM, max_kv_size=64, batch_size=6).setup.max_kv_size is None
+    assert limited.generated.groups == 6
+    assert plan(MANY, ROOM, ROOM, max_kv_size=64, batch_size=6).generated.setup.max_kv_size is None
 
 
 PACKED: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
@@ -109,9 +122,9 @@ PACKED: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start
 def test_quantised_caches_take_less_and_are_not_merged() -> None:
     """An element takes half a byte, and for 32 of them there are two float32."""
     made = plan(LONG, ROOM, work=workload(head_dim=32), batch_size=6, **PACKED)
-    assert made.groups == 6
-    plain = replace(made, setup=replace(made.setup, quantisation=None))
-    assert made.digest != plain.digest
+    assert made.generated.groups == 6
+    plain = with_setup(made, quantisation=None)
+    assert made != plain
     elements = 6 * LAYERS * (6000 + 256) * 2 * 2 * 32
     saved = plain.memory[0].resident - made.memory[0].resident
     assert saved == elements * 4 - elements * (1 / 2 + 2 * 4 / 32)
@@ -186,10 +199,10 @@ def test_a_model_that_drafts_is_whole_on_rank_0_with_its_caches() -> None:
     )
     pairs = zip(plain.memory, drafted.memory, strict=True)
     assert [b.peak - a.peak for a, b in pairs] == [alone.peak, 0]
-    assert plain.digest != drafted.digest
+    assert plain != drafted
     windowed = workload("gemma3_text", sliding_window=40)
-    assert plan(ONE, ROOM, draft="small", drafting=windowed).cuttable == 40
-    assert drafted.cuttable > 10**9
+    assert plan(ONE, ROOM, draft="small", drafting=windowed).generated.cuttable == 40
+    assert drafted.generated.cuttable > 10**9
     refused = refusal(plan, ONE, alone.peak, draft="small", drafting=small)
     assert refused.remedy.endswith("leave out --draft, or use more machines")
 
@@ -225,7 +238,7 @@ def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:
     assert first.resident == 6 * MB + kept
     assert last.resident >= 6 * MB + kept
     assert first.peak > first.resident
-    longer = replace(made, setup=replace(made.setup, chunk=2 * made.setup.chunk))
+    longer = with_setup(made, chunk=2 * made.generated.setup.chunk)
     assert longer.memory[0].peak - first.resident == 2 * (first.peak - first.resident)
 
 
@@ -249,7 +262,9 @@ def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) 
 def test_ranks_that_share_a_stage_hold_their_heads_and_columns() -> None:
     whole, made = plan(ONE, ROOM, ROOM), plan(ONE, *[ROOM] * 4, tensor_parallel=2)
     assert made.stage_map.partition == whole.stage_map.partition
-    assert made.ranges == tuple(each for each in whole.ranges for _ in range(2))
+    assert [made.layers(rank) for rank in range(4)] == [
+        whole.layers(stage) for stage in range(2) for _ in range(2)
+    ]
     assert made.caches == tuple(each // 2 for each in whole.caches for _ in range(2))
     saved = whole.memory[0].resident - made.memory[0].resident
     assert saved == pytest.approx(whole.caches[0] / 2 + 4 * MB / 2, rel=0.02)  # norms are whole
@@ -264,8 +279,8 @@ def test_shares_that_nobody_gives_go_by_memory_bandwidth() -> None:
     )
     config = GenerateConfig.from_flat(model="m", tensor_parallel=2)
     machines = Cluster(machines=(fast, slow))
-    inputs = PlanInputs(workload(), machines, budgets_of(machines, None), None, machines)
-    assert plan_inference(config, inputs, ONE, "digest").shares.weights == (400, 100)
+    facts = Facts(model=workload(), machines=machines, generation=GenerationFacts(ONE))
+    assert think(JobOptions(generation=config), facts).shares.weights == (400, 100)
 
 
 SHARED: dict[str, Any] = {"tensor_parallel": 2}
