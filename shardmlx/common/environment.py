@@ -37,7 +37,7 @@ names a file for ``tell_launch``, of a name that no other job has. mpirun passes
 what begins with OMPI_."""
 
 BEGUN = "begun"
-"""Word for launch that rank 0 has begun."""
+"""Word for launch that rank 0 has begun, which its process id follows."""
 
 TERMINAL = "SHARDMLX_TERMINAL"
 """Variable in which ``shardmlx launch`` names its terminal to rank 0 on the same machine, which
@@ -131,9 +131,15 @@ def write_to_terminal() -> None:
             os.close(terminal)
 
 
+def tell_launch_of_begin() -> None:
+    """Tell the ``shardmlx launch`` that started this job, if one has, that rank 0 has begun: this
+    process."""
+    tell_launch(f"{BEGUN}{os.getpid()}")
+
+
 def tell_launch(word: int | str) -> None:
-    """Tell the ``shardmlx launch`` that started this job, if one has, that rank 0 has ``BEGUN``, or
-    the job's status. Rank 0 calls it.
+    """Tell the ``shardmlx launch`` that started this job, if one has, the job's status, or another
+    word. Rank 0 calls it.
 
     The file is on launch's machine; elsewhere stdout carries a line, which launch takes out.
     """

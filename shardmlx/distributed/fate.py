@@ -67,7 +67,7 @@ class JobFate:
         self._looked = now
         self._woke = -float("inf")
         self._sent: float | None = None
-        self._own: tuple[int, ...] = ()
+        self._own: tuple[str, ...] = ()
         self._expects_stop = False
         self._failure_reported_at: float | None = None
         self._failed: float | None = None
@@ -106,11 +106,9 @@ class JobFate:
         return [rank for rank in self.others if rank < self.rank and rank not in gone]
 
     def _stop(self) -> int | None:
-        if self._own:
-            return self._own[0]
-        return next(
-            (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals), None
-        )
+        heard = (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals)
+        name = self._own[0] if self._own else next(heard, None)
+        return None if name is None else signal.Signals[name]
 
     def signalled(self, numbers: Iterable[int], now: float) -> list[Action]:
         """Return the actions after this process was sent signals."""
@@ -118,7 +116,7 @@ class JobFate:
             if number == signal.SIGCONT:
                 self._alarm.sound(now)
             elif number in STOPS:
-                self._own += (number,)
+                self._own += (signal.Signals(number).name,)
                 if number == signal.SIGTERM and self._alarm.is_on(now):
                     self._alarm.terminated(now)
         return [self._send(now)]
@@ -133,7 +131,7 @@ class JobFate:
         if asked:
             self._alarm.sound(now, first_hand=False)
         self._alarm.answered(beat.living)
-        if signal.SIGTERM in signals and self._alarm.is_on(now):
+        if signal.SIGTERM.name in signals and self._alarm.is_on(now):
             self._alarm.terminated(now)
             self._alarm.answered((peer,))
         for rank in beat.gone:

@@ -17,7 +17,8 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: the rank's activity, and the signals that asked it to stop so far.
+    """A sign of life: the rank's activity, and the names of the signals that asked it to stop so
+    far: their numbers differ between Linux and macOS.
 
     In an alarm, ``living`` are the ranks that have answered it, the sender among them. If the
     sender ``asks``, who lives answers. ``gone`` are ranks whose processes ended on its host. One
@@ -25,7 +26,7 @@ class Beat:
     """
 
     activity: str
-    signals: tuple[int, ...] = ()
+    signals: tuple[str, ...] = ()
     state: State = State.ALIVE
     asks: bool = False
     living: tuple[int, ...] = ()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmlx.common.environment import (
-    BEGUN,
     LAUNCHED,
     TERMINAL,
     Blas,
@@ -20,6 +19,7 @@ from shardmlx.common.environment import (
     launched_rank,
     prepare,
     tell_launch,
+    tell_launch_of_begin,
     write_to_terminal,
 )
 from shardmlx.common.hang_up import outlive_readers
@@ -110,7 +110,7 @@ def run_ranks(
     shutdown = JobShutdown(rank)
     write_to_terminal()
     if rank == 0:
-        tell_launch(BEGUN)
+        tell_launch_of_begin()
     try:
         # Without garbage collections of what is imported: a tenth of a rank's start.
         gc.disable()

@@ -114,8 +114,9 @@ class JobShutdown:
         if LAUNCHED in os.environ:
             return None
         if self.mpirun is not None and self.mpirun.is_mpirun:
-            # Send it to mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
-            return f"kill -USR1 {self.mpirun.process.pid}"
+            # Not by mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint, and it
+            # forwards a number that differs between Linux and macOS.
+            return f"kill -USR1 {os.getpid()}"
         return None if under_mpirun() else f"kill -TERM {os.getpid()}"
 
 

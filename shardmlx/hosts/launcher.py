@@ -38,7 +38,7 @@ from shardmlx.hosts.mpirun import check_path, mpirun_path, settings_for
 from shardmlx.hosts.output_relay import SaidByRank0
 from shardmlx.hosts.reachability import at_once, check_hosts, is_local, local_hosts
 from shardmlx.hosts.remote_login import Login, RemoteLogin
-from shardmlx.hosts.supervisor import ASK_TO_STOP, StartLimit, Supervisor
+from shardmlx.hosts.supervisor import STOPPED_IN_ORDER, StartLimit, Supervisor
 
 FAILED = 1
 
@@ -80,7 +80,7 @@ def final_status(
     if stopped_by is not None:
         return 128 + stopped_by
     # Beside bad input: mpirun itself was asked to stop in order.
-    if last.status in (BAD_INPUT, 128 + ASK_TO_STOP):
+    if last.status in (BAD_INPUT, *STOPPED_IN_ORDER):
         return last.status
     if max_restarts == 0:
         return FAILED
@@ -156,7 +156,7 @@ class Launcher:
                 del self.attempts[:-1]
             status = final_status(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
             if status is not None:
-                in_order = self.attempts[-1].status == 128 + ASK_TO_STOP
+                in_order = self.attempts[-1].status in STOPPED_IN_ORDER
                 if in_order and launch.checkpoints and launch.checkpoints.resume == "auto":
                     _say("run the same command to go on")
                 return status

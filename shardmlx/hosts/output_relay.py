@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from shardmlx.common.environment import BEGUN
 from shardmlx.common.hang_up import write_all
 
 SECONDS_OF_REST = 0.2  # without output, after mpirun's end, in which all has been read
@@ -61,6 +62,12 @@ class SaidByRank0:
     @property
     def has_begun(self) -> bool:
         return bool(self._word())
+
+    @property
+    def rank_0(self) -> int | None:
+        """The process id of rank 0 on its machine, until the job has come to its end."""
+        pid = self._word().removeprefix(BEGUN)
+        return int(pid) if pid.isdecimal() and self.status is None else None
 
     @property
     def status(self) -> int | None:

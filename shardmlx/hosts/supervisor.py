@@ -24,8 +24,14 @@ from shardmlx.errors import Stopped
 from shardmlx.hosts.output_relay import OutputRelay, SaidByRank0
 
 ASK_TO_STOP = signal.SIGUSR1
-"""Signal that mpirun forwards to all ranks while it runs on. SIGTERM and SIGINT would kill them:
-PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option sets."""
+"""Signal that asks for an ordered stop. Rank 0 gets it, and tells the others: mpirun would forward
+its number, which is that of another signal on Linux than on macOS. Where rank 0 is on another
+machine, mpirun forwards it. SIGTERM and SIGINT would kill the ranks: PRRTE 3 sends SIGTERM, and
+SIGKILL half a second later, a time that no option sets."""
+
+STOPPED_IN_ORDER = frozenset({128 + 10, 128 + 30})
+"""Statuses of a job that was asked to stop so: the number of the signal on Linux, and on macOS,
+where rank 0 may have run."""
 
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
@@ -68,12 +74,14 @@ class Ended:
 
 @dataclass(slots=True)
 class _Running:
-    """An mpirun that was started. Its ``limit`` is None if all ranks start on this machine."""
+    """An mpirun that was started. Its ``limit`` is None if all ranks start on this machine;
+    ``rank_0_here`` tells whether rank 0 does."""
 
     process: subprocess.Popen[bytes]
     relay: OutputRelay
     said: SaidByRank0
     limit: StartLimit | None
+    rank_0_here: bool
     ended: threading.Event
     too_late: bool = False
     signalled: bool = False
@@ -87,6 +95,15 @@ class _Running:
         """Wait for mpirun's end, and tell all others of it."""
         self.process.wait()
         self.ended.set()
+
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to stop the job in order."""
+        rank_0 = self.said.rank_0
+        if self.rank_0_here and rank_0 is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank_0, ASK_TO_STOP)
+                return
+        self.process.send_signal(ASK_TO_STOP)
 
     def end(self) -> None:
         """End mpirun, which then ends its ranks."""
@@ -186,7 +203,7 @@ class Supervisor:
             ) as process,
         ):
             relay.started()
-            running = _Running(process, relay, said, limit, ended)
+            running = _Running(process, relay, said, limit, rank_0_here, ended)
             self._running = running
             self._is_starting = False
             if self.stopped_by is not None and not running.signalled:  # while it started
@@ -240,13 +257,15 @@ class Supervisor:
             say_line("launch: no rank has begun yet: ending mpirun")
             return
         number = next(self._steps, signal.SIGKILL)
-        if number is ASK_TO_STOP and self.stopped_by is not None:
-            note_stop(running.said.path, self.stopped_by)
-        running.process.send_signal(number)
         if number is ASK_TO_STOP:
+            if self.stopped_by is not None:
+                note_stop(running.said.path, self.stopped_by)
+            running.ask_to_stop()
             signal.alarm(math.ceil(self._control.seconds))
             say_line("launch: asked all ranks to save and stop; a second signal ends them at once")
-        elif number != signal.SIGKILL:
+            return
+        running.process.send_signal(number)
+        if number != signal.SIGKILL:
             say_line("launch: ending all ranks")
 
     def _pause(self, number: int, frame: types.FrameType | None) -> None:

@@ -53,7 +53,7 @@ def check_every_rank_knows_itself_and_the_others(transport: Transport) -> None:
 
 
 def check_it_says_how_to_stop_the_run_that_mpirun_started(transport: Transport) -> None:
-    mpirun = f"kill -USR1 {os.getppid()}" if "PMIX_NAMESPACE" in os.environ else None
+    mpirun = f"kill -USR1 {os.getpid()}" if "PMIX_NAMESPACE" in os.environ else None
     assert transport.stop_command() == mpirun
 
 

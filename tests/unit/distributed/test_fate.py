@@ -77,9 +77,9 @@ def test_when_mpirun_ends_the_job_each_rank_tells_all_that_it_lives_and_who_else
     assert fate.heard(1, Beat("step 3", asks=True, living=(1,)), 0.31) == []
     assert LOOK(fate, 0.39) == []
     assert LOOK(fate, 0.4) == [Send((0, 1), Beat("loading", asks=True, living=(1, 2)))]
-    both = Beat("loading", (signal.SIGTERM,), asks=True, living=(1, 2))
+    both = Beat("loading", ("SIGTERM",), asks=True, living=(1, 2))
     assert fate.signalled([signal.SIGTERM], 0.5) == [Send((0, 1), both)]
-    assert LOOK(fate, 1.4) == [Send((0,), Beat("loading", (signal.SIGTERM,)))]  # it is over
+    assert LOOK(fate, 1.4) == [Send((0,), Beat("loading", ("SIGTERM",)))]  # it is over
 
     asked = fate_of(2)
     LOOK(asked, 0.0)
@@ -155,7 +155,8 @@ def test_who_sees_a_process_gone_tells_lower_ranks_and_reports_it_if_they_do_not
 
 def answer(rank: int, *signals: int) -> Event:
     """The answer of a rank to mpirun's signals."""
-    return heard(rank, Beat("step 4", signals, asks=True, living=(rank,)))
+    names = tuple(signal.Signals(number).name for number in signals)
+    return heard(rank, Beat("step 4", names, asks=True, living=(rank,)))
 
 
 def mpirun_ends(*answers: int) -> Trace:
@@ -286,7 +287,7 @@ def test_a_signal_to_another_rank_asks_all_to_stop() -> None:
     fate = fate_of()
     fate.stop_requested()
     assert fate.stop_requested() is None
-    assert played(fate, [(0.1, heard(2, Beat("step 3", (signal.SIGINT,)))), (0.1, LOOK)]) == []
+    assert played(fate, [(0.1, heard(2, Beat("step 3", ("SIGINT",)))), (0.1, LOOK)]) == []
     assert fate.stop_requested() == signal.SIGINT
 
 

@@ -67,7 +67,7 @@ class Job:
 
 
 def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job((2, Beat("step 3", (signal.SIGTERM,))))
+    job = Job((2, Beat("step 3", ("SIGTERM",))))
     assert job.channel.all_posted.wait(10)
     assert job.ended.wait(10)
     job.watch.close()

@@ -231,6 +231,7 @@ def failed(gained: bool | None = True, hosts: tuple[str, ...] = ("a", "b")) -> A
         ([Attempt(2)], None, 2),
         ([Attempt(138)], 2, 130),
         ([Attempt(138)], None, 138),
+        ([Attempt(158)], None, 158),
         ([Attempt(2)], 15, 143),
         ([Attempt(143)], None, None),  # not by us: a machine that shuts down
         ([failed()] * 2, None, None),
