@@ -15,8 +15,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardmlx.errors import UserError
+
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Names of the losses, as in Tinker's API."""
+
+
+class NoRoom(UserError):
+    """No memory is planned for another model, or for another snapshot: forget one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class LoraOptions:
 @dataclass(frozen=True, slots=True)
 class CreateModel:
     """Make a model that trains: a new LoRA on the base, whose result is the model's name, or with
-    ``state`` the LoRA of a saved state."""
+    ``state`` the LoRA of a saved state. Its future raises ``NoRoom`` if the plan has no memory for
+    another one."""
 
     name: str
     lora: LoraOptions | None = None
@@ -142,7 +149,8 @@ class DeleteState:
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Copy the LoRA of a model as ``snapshot``, in memory, for samples; or that of a saved
-    ``state``, if there is no model."""
+    ``state``, if there is no model. Its future raises ``NoRoom`` if the plan has no memory for
+    another one."""
 
     snapshot: str
     model: str | None = None
