@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -20,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
+from shardmlx.server.body_reader import BodyReader
 from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import Metrics
@@ -29,14 +27,9 @@ from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.openai_requests import read_chat, read_completion
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.replies import Reply
-from shardmlx.server.request_queue import QueueFull, RequestQueue
+from shardmlx.server.request_queue import RequestQueue
 from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
-
-LONG_BODY_BYTES = 100_000
-"""Bytes of a body that is read in hundredths of a second. Longer ones have turns of their own."""
-
-SECONDS_FOR_BODY = 30.0
 
 _T = TypeVar("_T")
 Read = Callable[[bytes, ServedModel], _T]
@@ -60,13 +53,14 @@ def make_app(
     origins: Sequence[str] = (),
     max_body_bytes: int = 4 << 20,
     metrics: Metrics | None = None,
+    other_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
-    """Return the application over a queue.
+    """Return the application over a queue, with the routes of another API beside it.
 
     With ``api_key`` all but the page and /health need it. A request's ``Host`` is one of ``hosts``,
     None for any; ``origins`` are other sites whose pages may use the API, "*" for any.
     """
-    api = Api(queue, served, max_body_bytes, metrics or Metrics(queue))
+    api = Api(queue, served, BodyReader(max_body_bytes), metrics or Metrics(queue))
     middleware = [Middleware(Guard, api_key=api_key, hosts=hosts)]
     if origins:  # outermost: preflights have no key, and errors are for such pages to read too
         cross_origin = Middleware(
@@ -80,18 +74,19 @@ def make_app(
         middleware.insert(0, cross_origin)
     errors = (ApiError, HTTPException, ClientDisconnect, Exception)
     handlers = dict.fromkeys(errors, _answer_error)
-    app = Starlette(routes=api.routes, middleware=middleware, exception_handlers=handlers)
+    routes = [*api.routes, *other_routes]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
 @dataclass
 class Api:
-    """The endpoints of a server; a body has at most ``max_body_bytes``."""
+    """The endpoints of a server."""
 
     queue: RequestQueue
     served: ServedModel
-    max_body_bytes: int
+    bodies: BodyReader
     metrics: Metrics
 
     def __post_init__(self) -> None:
@@ -100,9 +95,6 @@ class Api:
         )
         self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(self.served.encoder.untokenized)
-        # One thread is enough for long requests, and another for those that do not wait for them.
-        self._held_bytes = 0
-        self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -129,15 +121,7 @@ class Api:
 
     async def _read(self, request: Request, read: Read[_T]) -> _T:
         """Return what ``read`` makes of the body, on a thread of its own."""
-        body = await read_body(request, self.max_body_bytes)
-        if self._held_bytes + len(body) > MOST_BODIES * self.max_body_bytes:
-            raise QueueFull("too many long requests wait to be read: try again later")
-        self._held_bytes += len(body)
-        try:
-            async with self._turns[len(body) > LONG_BODY_BYTES]:
-                return await asyncio.to_thread(read, body, self.served)
-        finally:
-            self._held_bytes -= len(body)
+        return await self.bodies.read(request, lambda body: read(body, self.served))
 
     async def _generate(
         self, read: Read[ApiRequest], kind: type[Reply], request: Request
@@ -177,32 +161,6 @@ class Api:
     async def _exposition(self, request: Request) -> Response:
         text = generate_latest(self.metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """Read a JSON body of at most ``most`` bytes. Raises ``ApiError``."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Any page can have a browser post a form or plain text anywhere, but no JSON.
-    if kind != "application/json":
-        raise ApiError(
-            415,
-            f"the body is {ascii(kind)[:100] if kind else 'of no type'}: send it with "
-            "'Content-Type: application/json'",
-        )
-    too_large = ApiError(413, f"the body is larger than {most} bytes, the most that is read")
-    if int(request.headers.get("content-length", 0)) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(SECONDS_FOR_BODY), aclosing(request.stream()) as chunks:
-            async for chunk in chunks:
-                body += chunk
-                if len(body) > most:
-                    raise too_large
-    except TimeoutError:
-        message = f"the body did not come within {SECONDS_FOR_BODY:g} seconds"
-        raise ApiError(408, message, headers={"connection": "close"}) from None
-    return bytes(body)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

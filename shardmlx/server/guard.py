@@ -14,11 +14,17 @@ from shardmlx.server.openai_errors import ApiError
 
 PAGE_PARTS = "/page/"
 
+FILES = "/api/v1/files/"
+"""Where adapters are fetched by URLs that are a key by themselves."""
+
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """Return the response that tells an error as the API of the ``path`` does."""
-    is_anthropics = f"{path}/".startswith("/v1/messages/")
-    body = error.anthropics if is_anthropics else error.body
+    body = error.body
+    if f"{path}/".startswith("/v1/messages/"):
+        body = error.anthropics
+    elif path.startswith("/api/"):
+        body = error.tinkers
     return JSONResponse(body, error.status, error.headers)
 
 
@@ -45,7 +51,7 @@ class Guard:
             headers = Headers(scope=scope)
             _check_framing(headers)
             self._check_host(headers.get("host", ""))
-            if not is_page and path != "/health":
+            if not is_page and path != "/health" and not path.startswith(FILES):
                 self._check_key(headers.get("authorization", ""), headers.get("x-api-key"))
         except ApiError as error:
             await error_response(error, path)(scope, receive, answer)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them, and Anthropic's. No MLX, no MPI."""
+"""Errors as OpenAI's API has them, Anthropic's and Tinker's. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ class ApiError(Exception):
     def anthropics(self) -> dict[str, Any]:
         """The same as Anthropic's API has it."""
         return {"type": "error", "error": {"type": self._types[1], "message": str(self)}}
+
+    @property
+    def tinkers(self) -> dict[str, Any]:
+        """The same as Tinker's API has it."""
+        is_servers = self.status >= 500 or self.code == "started_anew"
+        return {"error": str(self), "category": "server" if is_servers else "user"}
 
     @property
     def _types(self) -> tuple[str, str]:

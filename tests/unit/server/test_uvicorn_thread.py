@@ -20,7 +20,7 @@ from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.config import serve
 from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.errors import UserError
-from shardmlx.server import app
+from shardmlx.server import body_reader
 from tests.helpers.http_serving import Parrot, Serving, serving
 from tests.helpers.refusals import refusal
 
@@ -203,7 +203,7 @@ def test_a_body_that_goes_on_after_its_refusal_is_cut_off(monkeypatch: pytest.Mo
 
 
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SECONDS_FOR_BODY", 0.05)
+    monkeypatch.setattr(body_reader, "SECONDS_FOR_BODY", 0.05)
     with serving() as server, connected(server) as connection:
         connection.sendall(head("/v1/completions", "Content-Length: 100") + b"{")
         answer = received(connection)

@@ -1,0 +1,245 @@
+"""Where requests of clients become requests to the service, with futures. No MLX, no MPI.
+
+Requests of one model are submitted in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from tinker import types
+
+from shardmlx.api.requests import DropSnapshot, NoRoom, Request, Service, TakeSnapshot, UnloadModel
+from shardmlx.common.reporter import Reporter
+from shardmlx.errors import UserError
+from shardmlx.server.body_reader import BodyReader
+from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.tinker.answers import Answer
+from shardmlx.server.tinker.promises import Promise, Promises
+from shardmlx.server.tinker.reading import read_json
+from shardmlx.server.tinker.sessions import (
+    Model,
+    Registry,
+    Session,
+    Snapshot,
+    StartedAnew,
+    least_used,
+)
+
+MOST_OPEN = 4096
+"""Futures of a session whose results nobody has fetched."""
+
+SECONDS_BETWEEN_LOOKS = 10.0
+"""Seconds between two searches for sessions that are silent."""
+
+_Message = TypeVar("_Message", bound=BaseModel)
+
+
+@dataclass(eq=False)
+class Desk:
+    """All that the endpoints share. Everything is called on the event loop's thread."""
+
+    service: Service
+    names: ModelNames
+    most_tokens: int
+    """The tokens of a prompt and its answer together, at most."""
+    bodies: BodyReader
+    reporter: Reporter
+    tokenizer: str | None = None
+    """Where clients find the tokenizer; None for the model's name."""
+    registry: Registry = field(default_factory=Registry)
+    promises: Promises = field(default_factory=Promises)
+    _said: set[str] = field(default_factory=set)
+    _timer: asyncio.TimerHandle | None = None
+
+    async def read(self, request: HttpRequest, kind: type[_Message]) -> tuple[_Message, bytes]:
+        """Return the message of a JSON body, and its digest. Raises ``ApiError``."""
+
+        def of_body(body: bytes) -> tuple[_Message, bytes]:
+            return read_json(kind, body), digest_of(body)
+
+        return await self.bodies.read(request, of_body)
+
+    def say_once(self, text: str) -> None:
+        """Say something to who runs the server, the first time that it happens."""
+        if text not in self._said:
+            self._said.add(text)
+            self.reporter.say(text)
+
+    def check_base(self, name: str | None) -> str:
+        """Return the name of the base that a client asks for. Raises ``UserError``."""
+        try:
+            self.names.check(name)
+        except ApiError as error:
+            raise UserError(str(error)) from None
+        return self.names.first if name is None else name
+
+    def submit(self, request: Request) -> asyncio.Future[Any]:
+        """Hand a request to the service; return its future."""
+        return asyncio.wrap_future(self.service.submit(request))
+
+    # Futures.
+
+    def promise(
+        self,
+        request_id: str,
+        session: str,
+        digest: bytes,
+        begin: Callable[[], Awaitable[Any]],
+        write: Callable[[Any], Answer],
+        on_end: Callable[[Promise], None] = lambda promise: None,
+        nbytes: int = 0,
+    ) -> Promise:
+        """Return the future of a request, whose work ``begin`` starts. A request that comes again
+        has the same future. One that is refused has a future that fails."""
+        known = self.promises.get(request_id)
+        if known is not None and known.digest == digest:
+            return known
+        if self.promises.count(session) >= MOST_OPEN:
+            message = f"{MOST_OPEN} results of this session wait to be fetched: fetch some first"
+            raise ApiError(429, message, headers={"retry-after": "1"})
+        try:
+            if known is not None:
+                problem = f"{request_id}: another request came with this seq_id before"
+                request_id = f"{request_id}:{secrets.token_hex(4)}"
+                raise UserError(problem, "give each request a seq_id of its own")
+            work = begin()
+        except (UserError, StartedAnew) as error:
+            promise = self.promises.fail(Promise(request_id, session, digest), error)
+            on_end(promise)
+            return promise
+        promise = Promise(request_id, session, digest, nbytes)
+        return self.promises.begin(promise, work, write, on_end)
+
+    def queue(
+        self,
+        name: str,
+        number: int | None,
+        digest: bytes,
+        make: Callable[[Model], Request],
+        write: Callable[[Any], Answer],
+        nbytes: int = 0,
+    ) -> Response:
+        """Answer with the future of request ``number`` of a model, of ``nbytes``, which ``make``
+        makes."""
+        session = name.partition(":")[0]
+
+        def begin() -> Awaitable[Any]:
+            model = self.registry.model(name)
+            if number is None or number < 1:
+                raise UserError(f"seq_id is {number}", "number the requests of a model from 1")
+            model.begin(number)
+            return self._in_turn(model, make(model))
+
+        promise = self.promise(f"{name}:{number}", session, digest, begin, write, nbytes=nbytes)
+        return future_response(promise, model=name)
+
+    async def _in_turn(self, model: Model, request: Request) -> Any:
+        # The lock is fair, and a snapshot holds it until it is taken: what comes after must not
+        # change the model before room for the snapshot is found.
+        async with model.turn:
+            if isinstance(request, TakeSnapshot):
+                return await self.take(request)
+            submitted = self.submit(request)
+        return await submitted
+
+    # Snapshots.
+
+    async def take(self, request: TakeSnapshot) -> None:
+        """Take a snapshot, in the place of those that nobody has used for long if need be. Raises
+        ``NoRoom``."""
+        while True:
+            try:
+                await self.submit(request)
+                break
+            except NoRoom:
+                oldest = least_used(self.registry.snapshots.values())
+                if oldest is None:
+                    raise
+                await self._drop(oldest)
+        self.registry.snapshots[request.snapshot].is_loaded = True
+
+    async def load(self, snapshot: Snapshot) -> None:
+        """Have a snapshot in memory. Raises ``UserError`` if it was forgotten for good."""
+        async with snapshot.loading:
+            if snapshot.is_loaded:
+                return
+            if snapshot.state is None:
+                raise UserError(
+                    "the memory of this sampling client's weights was needed for later ones",
+                    "sample from the last few that were saved, or give weights that must stay a "
+                    "name: save_weights_for_sampler(name=...)",
+                )
+            await self.take(TakeSnapshot(snapshot.name, state=snapshot.state))
+
+    async def _drop(self, snapshot: Snapshot) -> None:
+        snapshot.is_loaded = False
+        await self.submit(DropSnapshot(snapshot.name))
+
+    # Sessions.
+
+    def begin_session(self, metadata: dict[str, Any] | None, display_name: str | None) -> Session:
+        """Begin a session, which ends when its client says so, or is silent for long."""
+        if self._timer is None:
+            self._look_later()
+        return self.registry.new_session(metadata, display_name)
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(SECONDS_BETWEEN_LOOKS, self._look)
+
+    def _look(self) -> None:
+        for session in self.registry.silent():
+            self.reporter.say(f"Session {session.name}: its client has not been heard for long")
+            self.end_session(session)
+        self._timer = None
+        if self.registry.sessions:
+            self._look_later()
+
+    def end_session(self, session: Session) -> None:
+        """Forget a session with its futures, models and snapshots. What it saved stays."""
+        models, samplers = self.registry.end(session)
+        self.promises.expire(session.name)
+        for model in models:
+            ignore_result(self.submit(UnloadModel(model.name)))
+        for sampler in samplers:
+            snapshot = sampler.snapshot
+            if snapshot is not None and snapshot.state is None:
+                self.registry.snapshots.pop(snapshot.name, None)
+                if snapshot.is_loaded:
+                    ignore_result(self.submit(DropSnapshot(snapshot.name)))
+
+
+def digest_of(body: bytes) -> bytes:
+    """Return what tells a repeated request from another one."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+def future_response(
+    promise: Promise, *, model: str | None = None, sequences: list[str] | None = None
+) -> Response:
+    """Return the answer to a request: the id of its future."""
+    return json_response(
+        types.UntypedAPIFuture(
+            request_id=promise.request_id, model_id=model, sample_sequence_ids=sequences
+        )
+    )
+
+
+def json_response(message: BaseModel) -> Response:
+    """Return the response that has a message."""
+    return JSONResponse(message.model_dump(mode="json", exclude_none=True))
+
+
+def ignore_result(future: asyncio.Future[Any]) -> None:
+    """Let a request end whose result nobody needs."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
