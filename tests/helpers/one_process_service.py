@@ -50,7 +50,7 @@ VOCABULARY = 128
 END = 3
 """The token that ends a text."""
 
-MOST_MODELS = 4
+MOST_MODELS = 100
 MOST_SNAPSHOTS = 3
 
 Tree = dict[str, Any]
@@ -131,7 +131,7 @@ class OneProcessService:
     most_tokens: int = 256
     holds: threading.Event = field(default_factory=threading.Event)
     """Requests are carried out while it is set."""
-    served: list[Request] = field(default_factory=list)
+    submitted: list[Future[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._waiting: queue.Queue[tuple[Request, Future[Any]] | None] = queue.Queue()
@@ -143,6 +143,7 @@ class OneProcessService:
 
     def submit(self, request: Request) -> Future[Any]:
         future: Future[Any] = Future()
+        self.submitted.append(future)
         self._waiting.put((request, future))
         return future
 
@@ -190,7 +191,6 @@ class OneProcessService:
                 future.set_result(works[type(request)](request))
             except Exception as error:
                 future.set_exception(error)
-            self.served.append(request)
 
     # Models.
 
@@ -269,13 +269,13 @@ class OneProcessService:
 
         (value, found), gradients = mx.value_and_grad(loss)(adapter.weights)
         mx.eval(value, found, gradients)
-        return value.item(), np.array(found), gradients
+        return float(value), np.array(found), gradients
 
     def _step(self, request: OptimStep) -> Mapping[str, float]:
         adapter = self._model(request.model)
         zeros = tree_map(mx.zeros_like, adapter.weights)
         gradients = zeros if adapter.gradients is None else adapter.gradients
-        norm = math.sqrt(sum(mx.square(each).sum().item() for _, each in tree_flatten(gradients)))
+        norm = math.sqrt(sum(float(mx.square(each).sum()) for _, each in tree_flatten(gradients)))
         if 0 < request.grad_clip_norm < norm:
             scale = request.grad_clip_norm / norm
             gradients = tree_map(lambda each: each * scale, gradients)
@@ -312,11 +312,11 @@ class OneProcessService:
         if (place / "state.json").exists() and not request.overwrite:
             raise UserError(f"there is a state {request.state} already")
         place.mkdir(parents=True, exist_ok=True)
-        trees = {"weights": adapter.weights}
+        trees: dict[str, Any] = {"weights": adapter.weights}
         if not request.for_sampler and adapter.first is not None:
             trees |= {"first": adapter.first, "second": adapter.second}
         for name, tree in trees.items():
-            arrays = {key: np.array(value) for key, value in tree_flatten(tree)}
+            arrays: Any = {key: np.array(value) for key, value in tree_flatten(tree)}
             np.savez(place / f"{name}.npz", **arrays)
         saved = {
             "state": request.state,

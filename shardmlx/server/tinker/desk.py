@@ -132,6 +132,9 @@ class Desk:
         """Answer with the future of request ``number`` of a model, of ``nbytes``, which ``make``
         makes."""
         session = name.partition(":")[0]
+        # One without a number of its own must not have the id of another.
+        is_numbered = number is not None and number >= 1
+        request_id = f"{name}:{number if is_numbered else secrets.token_hex(4)}"
 
         def begin() -> Awaitable[Any]:
             model = self.registry.model(name)
@@ -140,7 +143,7 @@ class Desk:
             model.begin(number)
             return self._in_turn(model, make(model))
 
-        promise = self.promise(f"{name}:{number}", session, digest, begin, write, nbytes=nbytes)
+        promise = self.promise(request_id, session, digest, begin, write, nbytes=nbytes)
         return future_response(promise, model=name)
 
     async def _in_turn(self, model: Model, request: Request) -> Any:

@@ -79,17 +79,16 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
     if encoding != "zstd":
         raise ApiError(415, f"the body's encoding is {shown(encoding)}: send zstd, or none")
     too_large = ApiError(413, f"the body unpacks to more than {most} bytes, the most that is read")
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
     try:
         if zstandard.frame_content_size(body) > most:
             raise too_large
-        # A size that its head does not tell is bounded here.
-        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
-            body, max_output_size=most, allow_extra_data=False
-        )
+        # Where its head tells no size, this bounds it.
+        if len(unpacker.stream_reader(body).read(most + 1)) > most:
+            raise too_large
+        return unpacker.decompress(body, max_output_size=most, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        if "did not decompress full frame" in str(error):
-            raise too_large from None
-        raise refused(f"the body is no zstd: {error}") from None
+        raise refused(f"the body is no zstd, or a part of one: {error}") from None
 
 
 def read_forward_backward(body: bytes) -> wire.ForwardBackwardRequest:

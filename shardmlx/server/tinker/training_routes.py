@@ -211,11 +211,12 @@ class TrainingRoutes:
     async def _save(self, request: HttpRequest) -> Response:
         asked, digest = await self._desk.read(request, types.SaveWeightsRequest)
         self._tell_ttl(asked.ttl_seconds)
+        name = f"{asked.seq_id or 0:06d}" if asked.path is None else asked.path
 
         def make(model: Model) -> SaveState:
             return SaveState(
                 model.name,
-                new_state(model.name, TRAINING, asked.path or f"{asked.seq_id:06d}"),
+                new_state(model.name, TRAINING, name),
                 overwrite=asked.overwrite,
                 note=_note(asked.user_metadata, model),
             )
