@@ -22,7 +22,7 @@ LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 class NoRoom(UserError):
-    """No memory is planned for another model, or for another snapshot: forget one first."""
+    """Memory is planned for no other model, or no other snapshot: forget one first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ NOTHING = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the future of a request ends with: bytes of this media type."""
+    """The end of a request's future: bytes of this media type."""
 
     media_type: str
     content: bytes

@@ -1,4 +1,4 @@
-"""All endpoints of Tinker's API. No MLX, no MPI."""
+"""The endpoints of Tinker's API. No MLX, no MPI."""
 
 from __future__ import annotations
 

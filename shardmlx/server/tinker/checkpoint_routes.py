@@ -45,7 +45,7 @@ NOT_DONE: Mapping[str, tuple[str, str]] = {
     "billing/{rest:path}": ("nothing is billed", "leave it out"),
     "auth/{rest:path}": ("there are no accounts", "give the key of serve --api-key"),
 }
-"""What Tinker has and this server has not: paths, and what is said."""
+"""Paths that Tinker has and this server has not, and the words of the refusal."""
 
 
 class WeightsInfoRequest(BaseModel):

@@ -1,4 +1,4 @@
-"""Where requests of clients become requests to the service, with futures. No MLX, no MPI.
+"""Make requests to the service of those of clients, with futures. No MLX, no MPI.
 
 Requests of one model are submitted in the order in which they came.
 """
@@ -27,10 +27,10 @@ from shardmlx.server.tinker.answers import Answer
 from shardmlx.server.tinker.promises import Promise, Promises
 from shardmlx.server.tinker.reading import read_json
 from shardmlx.server.tinker.sessions import (
+    HeldSnapshot,
     Model,
     Registry,
     Session,
-    Snapshot,
     StartedAnew,
     least_used,
 )
@@ -46,7 +46,7 @@ _Message = TypeVar("_Message", bound=BaseModel)
 
 @dataclass(eq=False)
 class Desk:
-    """All that the endpoints share. Everything is called on the event loop's thread."""
+    """The things that endpoints share. Everything is called on the event loop's thread."""
 
     service: Service
     names: ModelNames
@@ -55,7 +55,7 @@ class Desk:
     bodies: BodyReader
     reporter: Reporter
     tokenizer: str | None = None
-    """Where clients find the tokenizer; None for the model's name."""
+    """The place where clients find the tokenizer; None for the model's name."""
     registry: Registry = field(default_factory=Registry)
     promises: Promises = field(default_factory=Promises)
     _said: set[str] = field(default_factory=set)
@@ -171,7 +171,7 @@ class Desk:
                 await self._drop(oldest)
         self.registry.snapshots[request.snapshot].is_loaded = True
 
-    async def load(self, snapshot: Snapshot) -> None:
+    async def load(self, snapshot: HeldSnapshot) -> None:
         """Have a snapshot in memory. Raises ``UserError`` if it was forgotten for good."""
         async with snapshot.loading:
             if snapshot.is_loaded:
@@ -184,7 +184,7 @@ class Desk:
                 )
             await self.take(TakeSnapshot(snapshot.name, state=snapshot.state))
 
-    async def _drop(self, snapshot: Snapshot) -> None:
+    async def _drop(self, snapshot: HeldSnapshot) -> None:
         snapshot.is_loaded = False
         await self.submit(DropSnapshot(snapshot.name))
 
@@ -209,7 +209,7 @@ class Desk:
             self._look_later()
 
     def end_session(self, session: Session) -> None:
-        """Forget a session with its futures, models and snapshots. What it saved stays."""
+        """Forget a session with its futures, models and snapshots. Its saved states stay."""
         models, samplers = self.registry.end(session)
         self.promises.expire(session.name)
         for model in models:

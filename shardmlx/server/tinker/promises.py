@@ -36,7 +36,7 @@ class Promise:
 
 
 class Promises:
-    """All futures. Everything is called on the event loop's thread."""
+    """The futures of all requests. Everything is called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._all: dict[str, Promise] = {}

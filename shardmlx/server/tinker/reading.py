@@ -1,7 +1,7 @@
 """Read what Tinker's SDK sends: JSON, and its protobuf messages. No MLX, no MPI.
 
-A body that cannot be read raises ``ApiError``. What a client asks for, and may not, raises
-``UserError``: by then the request has its number, and its future fails.
+A body that cannot be read raises ``ApiError``. A request that cannot be met raises ``UserError``:
+by then it has its number, and its future fails.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from shardmlx.server.tinker.checkpoints import path_of, state_of
 from shardmlx.server.tinker.desk import Desk, future_response, json_response
 from shardmlx.server.tinker.promises import Promise
 from shardmlx.server.tinker.reading import prompt_of
-from shardmlx.server.tinker.sessions import Sampler, Snapshot, StartedAnew
+from shardmlx.server.tinker.sessions import HeldSnapshot, SamplingSession, StartedAnew
 
 SECONDS_OF_POLL = 30.0
 """Seconds for which a question waits for an answer. The SDK gives up after 45."""
@@ -67,10 +67,12 @@ class SamplingRoutes:
                 base, snapshot = await self._source(asked.base_model, asked.model_path)
             except (UserError, StartedAnew) as error:
                 raise ApiError(404, str(error)) from None
-            registry.samplers.setdefault(name, Sampler(name, asked.session_id, base, snapshot))
+            registry.samplers.setdefault(
+                name, SamplingSession(name, asked.session_id, base, snapshot)
+            )
         return json_response(CreateSamplingSessionResponse(sampling_session_id=name))
 
-    async def _source(self, base: str | None, path: str | None) -> tuple[str, Snapshot | None]:
+    async def _source(self, base: str | None, path: str | None) -> tuple[str, HeldSnapshot | None]:
         """Return the base's name, and the snapshot of the saved state at ``path``, in memory.
         Raises ``UserError``."""
         name = self._desk.check_base(base)
@@ -79,7 +81,7 @@ class SamplingRoutes:
                 raise UserError("there is neither base_model nor model_path", "give one of them")
             return name, None
         state = state_of(path)
-        snapshot = self._desk.registry.snapshots.setdefault(path, Snapshot(path, state))
+        snapshot = self._desk.registry.snapshots.setdefault(path, HeldSnapshot(path, state))
         await self._desk.load(snapshot)
         return name, snapshot
 
@@ -89,7 +91,7 @@ class SamplingRoutes:
         sampler.clones += 1
         return json_response(JoinSamplingSessionResponse(client_counter=sampler.clones))
 
-    def _sampler(self, name: str) -> Sampler:
+    def _sampler(self, name: str) -> SamplingSession:
         try:
             return self._desk.registry.sampler(name)
         except UserError as error:
@@ -142,13 +144,13 @@ class SamplingRoutes:
         return _sample_response(promise, asked)
 
     def _begin(
-        self, asked: types.SampleRequest, snapshot: Snapshot | None
+        self, asked: types.SampleRequest, snapshot: HeldSnapshot | None
     ) -> Awaitable[SampleResult]:
         name = None if snapshot is None else snapshot.name
         prompt = prompt_of(asked, name, self._desk.most_tokens)
         return self._desk.submit(prompt) if snapshot is None else self._from(snapshot, prompt)
 
-    async def _from(self, snapshot: Snapshot, prompt: SamplePrompt) -> SampleResult:
+    async def _from(self, snapshot: HeldSnapshot, prompt: SamplePrompt) -> SampleResult:
         snapshot.samples += 1
         try:
             await self._desk.load(snapshot)

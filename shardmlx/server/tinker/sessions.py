@@ -1,4 +1,4 @@
-"""What clients have made: their sessions, models and samplers. No MLX, no MPI."""
+"""Sessions of clients, with their models and samplers. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _ID = re.compile(r"([0-9a-f]{8})-[0-9a-f]{12}(:.*)?", re.DOTALL)
 
 
 class StartedAnew(RuntimeError):
-    """What a client asks for was made at an earlier start of this server: its fault, and none of
-    the client's."""
+    """A client asks for something of an earlier start of this server: that is no fault of its."""
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class Model:
 
 
 @dataclass(eq=False)
-class Snapshot:
+class HeldSnapshot:
     """A copy of a LoRA in memory, from which clients sample; ``state`` is the saved one of which it
     is a copy, if it is one. Only such a copy can be made again."""
 
@@ -89,17 +88,17 @@ class Completions:
 
 
 @dataclass(eq=False)
-class Sampler:
-    """What a client samples from: a ``snapshot``, or the base if it is None."""
+class SamplingSession:
+    """The source of a client's samples: a ``snapshot``, or the base if it is None."""
 
     name: str
     session: str
     base_model: str
-    snapshot: Snapshot | None = None
+    snapshot: HeldSnapshot | None = None
     clones: int = 0
     """The clones of its client that have joined."""
     completions: dict[int, Completions] = field(default_factory=lambda: defaultdict(Completions))
-    """What has ended, for each clone of its client."""
+    """The requests that have ended, for each clone of its client."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def complete(self, clone: int, request_id: str) -> None:
@@ -120,15 +119,15 @@ class Session:
 
 
 class Registry:
-    """All that there is of sessions, models, samplers and snapshots. Everything is called on the
+    """The sessions, models, samplers and snapshots that there are. Everything is called on the
     event loop's thread."""
 
     def __init__(self) -> None:
         self._start = secrets.token_hex(4)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: dict[str, Sampler] = {}
-        self.snapshots: dict[str, Snapshot] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.snapshots: dict[str, HeldSnapshot] = {}
 
     def new_session(self, metadata: Mapping[str, Any] | None, display_name: str | None) -> Session:
         """Begin a session."""
@@ -152,7 +151,7 @@ class Registry:
             raise UserError(f"there is no model {shown(name)} here", "create it, or load a state")
         return self.models[name]
 
-    def sampler(self, name: str) -> Sampler:
+    def sampler(self, name: str) -> SamplingSession:
         """Return a sampler. Raises ``UserError``, and ``StartedAnew``."""
         if name not in self.samplers:
             self._refuse_earlier(name)
@@ -176,7 +175,7 @@ class Registry:
         long_ago = time.monotonic() - SECONDS_OF_SILENCE
         return [each for each in self.sessions.values() if each.heard < long_ago]
 
-    def end(self, session: Session) -> tuple[list[Model], list[Sampler]]:
+    def end(self, session: Session) -> tuple[list[Model], list[SamplingSession]]:
         """Forget a session; return its models and samplers, which are forgotten too."""
         del self.sessions[session.name]
         models = [each for each in self.models.values() if each.session == session.name]
@@ -188,7 +187,7 @@ class Registry:
         return models, samplers
 
 
-def least_used(snapshots: Iterable[Snapshot]) -> Snapshot | None:
+def least_used(snapshots: Iterable[HeldSnapshot]) -> HeldSnapshot | None:
     """Return the snapshot that was used least lately, of those in memory that no sample needs; None
     if there is none."""
     idle = [each for each in snapshots if each.is_loaded and not each.samples]

@@ -52,7 +52,7 @@ from shardmlx.server.tinker.reading import (
     step_of,
     unpack,
 )
-from shardmlx.server.tinker.sessions import Model, Sampler, Snapshot, StartedAnew
+from shardmlx.server.tinker.sessions import HeldSnapshot, Model, SamplingSession, StartedAnew
 
 MOST_HELD = 32
 """Bodies of --max-body whose rows may wait to be computed."""
@@ -206,7 +206,7 @@ class TrainingRoutes:
             asked.model_id, asked.seq_id, digest, lambda model: step_of(asked), step_answer
         )
 
-    # What is saved.
+    # Saved states.
 
     async def _save(self, request: HttpRequest) -> Response:
         asked, digest = await self._desk.read(request, types.SaveWeightsRequest)
@@ -253,9 +253,11 @@ class TrainingRoutes:
             name = f"{model.session}:sample:{asked.sampling_session_seq_id}"
             if name in registry.samplers:
                 raise UserError(f"there is a sampler {name} already", "number them one by one")
-            snapshot = Snapshot(name)
+            snapshot = HeldSnapshot(name)
             registry.snapshots[name] = snapshot
-            registry.samplers[name] = Sampler(name, model.session, model.base_model, snapshot)
+            registry.samplers[name] = SamplingSession(
+                name, model.session, model.base_model, snapshot
+            )
             return TakeSnapshot(name, model.name)
 
         session = asked.model_id.partition(":")[0]
