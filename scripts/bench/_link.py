@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from shardmlx.distributed.messages import FIRST_ENGINE_TAG, buffer_of, new_buffer
+from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.mpi import MPITransport
+from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Transport
 
 FLOW_BYTES = 128 << 20

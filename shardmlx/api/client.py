@@ -180,7 +180,7 @@ def train_client(
     carry out its calls until its block ends, and are given None for theirs.
 
     ``options`` are those of ``LoopConfig``, by their flat names; rank 0's count. Raises
-    ``UserError`` for what the user can mend.
+    ``UserError`` for what the user can fix.
     """
     config = LoopConfig.from_flat(**options)
     worker = LoopWorker(transport, Reporter(quiet=quiet or transport.rank != 0))

@@ -52,7 +52,7 @@ SNAPSHOTS = 2
 
 def prepare(spec: LoopSpec, crew: Crew[LoopWorker]) -> None:
     """Plan the ranks, and load the base. On rank 0. Raises ``UserError`` for what the user can
-    mend, before weights are read."""
+    fix, before weights are read."""
     reporter = crew.worker.reporter
     opened = open_everywhere(crew, spec.source, None, reporter)
     crew.all(LoopWorker.build_base, spec.dtype)

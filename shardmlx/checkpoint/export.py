@@ -24,7 +24,8 @@ from shardmlx.common.durable_files import (
     pieces_of,
     why_not_written,
 )
-from shardmlx.distributed.messages import OBJECT_TAG, Handle, buffer_of, new_buffer
+from shardmlx.distributed.messages import Handle, buffer_of, new_buffer
+from shardmlx.distributed.tags import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE

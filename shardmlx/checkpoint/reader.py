@@ -17,8 +17,9 @@ from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.crew import Crew
-from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
+from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
+from shardmlx.distributed.tags import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
 from shardmlx.models.runtime.slice import Piece

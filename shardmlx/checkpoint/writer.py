@@ -26,7 +26,8 @@ from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row, tag_of_run
+from shardmlx.distributed.messages import buffer_of, in_a_row
+from shardmlx.distributed.tags import CHECKPOINT_TAG, tag_of_run
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 from shardmlx.models.runtime.slice import Piece

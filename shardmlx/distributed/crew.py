@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.messages import COMMAND_TAG
+from shardmlx.distributed.tags import COMMAND_TAG
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 

@@ -27,8 +27,9 @@ import psutil
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.agreement import on_all_ranks
-from shardmlx.distributed.messages import GATHER_TAG, LOSS_TAG, PeerLost
+from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.networks import INCLUDE, is_included, own_addresses
+from shardmlx.distributed.tags import GATHER_TAG, LOSS_TAG
 from shardmlx.distributed.times import HURRY, SECONDS_TO_FIND
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, UserError, one_line

@@ -31,13 +31,8 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.exchanges import FULL, Exchange, ExchangeStep, Parts, pace_of
-from shardmlx.distributed.messages import (
-    GATHER_TAG,
-    SCATTER_TAG,
-    Handle,
-    TransportTimeout,
-    buffer_of,
-)
+from shardmlx.distributed.messages import Handle, TransportTimeout, buffer_of
+from shardmlx.distributed.tags import GATHER_TAG, SCATTER_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import BLOCK, WIRE_FORMATS, WireFormat
 

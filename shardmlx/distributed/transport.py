@@ -19,14 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from shardmlx.distributed.messages import (
-    OBJECT_TAG,
-    Array,
-    Handle,
-    PeerLost,
-    TransportTimeout,
-    buffer_of,
-)
+from shardmlx.distributed.messages import Array, Handle, PeerLost, TransportTimeout, buffer_of
+from shardmlx.distributed.tags import OBJECT_TAG
 
 _longer = threading.local()
 """Seconds that this thread may wait, if longer than the transport's own timeout."""

@@ -38,15 +38,10 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.config.specs import SUM_DTYPES
-from shardmlx.distributed.messages import (
-    FIRST_ENGINE_TAG,
-    Handle,
-    TransportError,
-    in_a_row,
-    new_buffer,
-)
+from shardmlx.distributed.messages import Handle, TransportError, in_a_row, new_buffer
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.sums import Sums
+from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.engine.batches import MicroBatch

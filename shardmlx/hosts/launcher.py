@@ -89,7 +89,7 @@ def final_status(
     two = attempts[-2:]
     if len(two) == 2 and two[0].hosts == last.hosts and all(each.gained is False for each in two):
         raise GaveUp(
-            "failed twice in a row on the same hosts without a new checkpoint: mend what is said "
+            "failed twice in a row on the same hosts without a new checkpoint: fix what is said "
             "above, or save more often (--checkpoint-every)"
         )
     return None

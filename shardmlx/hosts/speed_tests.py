@@ -9,13 +9,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.messages import (
-    FIRST_ENGINE_TAG,
-    Array,
-    Handle,
-    TransportTimeout,
-    new_buffer,
-)
+from shardmlx.distributed.messages import Array, Handle, TransportTimeout, new_buffer
+from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.hosts.findings import LinkSpeed
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardmlx.distributed.messages import FIRST_ENGINE_TAG, Handle, buffer_of
+from shardmlx.distributed.messages import Handle, buffer_of
+from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Outbox
 from shardmlx.inference.commands import Commands, Decode, item_of
 

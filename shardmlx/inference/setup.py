@@ -51,7 +51,7 @@ def run_inference(
 
 def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) -> InferenceRun:
     """Check everything, then load each rank's layers; return rank 0's run. Raises ``UserError`` for
-    what the user can mend, before weights are read."""
+    what the user can fix, before weights are read."""
     reporter = crew.worker.reporter
     opened = open_everywhere(crew, config.source, config.adapter_path, reporter)
     shape = opened.shape

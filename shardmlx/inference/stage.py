@@ -13,14 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.compat import begin_evaluation
-from shardmlx.distributed.messages import (
-    FIRST_ENGINE_TAG,
-    Handle,
-    PeerLost,
-    TransportError,
-    new_buffer,
-)
+from shardmlx.distributed.messages import Handle, PeerLost, TransportError, new_buffer
 from shardmlx.distributed.mlx_group import losses_named
+from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.adapters import Adapters

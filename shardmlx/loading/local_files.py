@@ -21,8 +21,8 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.crew import takes_long, together
-from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
+from shardmlx.distributed.tags import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.hub_download import (

@@ -91,7 +91,7 @@ class ChatTemplate:
             raise UserError(
                 f"the model's chat template cannot be compiled: {one_line(error)} in line "
                 f"{error.lineno}",
-                "mend it: chat_template.jinja beside the model, or in tokenizer_config.json",
+                "fix it: chat_template.jinja beside the model, or in tokenizer_config.json",
             ) from None
         except Exception:
             pass  # it may require other conversations

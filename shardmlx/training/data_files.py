@@ -126,7 +126,7 @@ def _json_rows(path: Path, content: bytes, sizes: Iterable[int]) -> JSONRows:
 def parse_row(line: bytes, where: str) -> Row:
     """Return the JSON object of a line. Raises ``UserError``, which calls it ``where``."""
     remedy = (
-        "mend it: one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
+        "fix it: one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
     )
     text = _decoded(line, where).rstrip("\r\n")
     try:
@@ -164,7 +164,7 @@ def _read_csv(path: Path, content: bytes) -> RowSource:
             sizes.append(written.write(json.dumps(cells, ensure_ascii=False).encode()))
     except csv.Error as error:
         raise UserError(
-            f"{row_name(path, len(sizes))} is not CSV: {one_line(error)}", "mend it"
+            f"{row_name(path, len(sizes))} is not CSV: {one_line(error)}", "fix it"
         ) from None
     return _json_rows(path, written.getvalue(), sizes)
 

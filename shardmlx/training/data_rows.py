@@ -395,4 +395,4 @@ def not_tokenised(error: Exception, where: str) -> UserError:
     what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"
-    return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
+    return UserError(f"{where} cannot be tokenised: {what}", "fix the row, or take it out")

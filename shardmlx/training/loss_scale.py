@@ -47,7 +47,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if a lower factor may mend an overflow."""
+        """True if a lower factor may avoid an overflow."""
         return self.is_dynamic and self.factor > LEAST
 
     def after_update(self) -> LossScale:

@@ -11,7 +11,7 @@ from shardmlx.config.data import WantedData
 from shardmlx.config.sweep import in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
-from shardmlx.distributed.messages import MOST_RUNS
+from shardmlx.distributed.tags import MOST_RUNS
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import OpenedModel

@@ -302,17 +302,25 @@ class Trainer:
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
+            kept = self._keep()
             is_short = self._job.training.workload.dtype == "float16"
-            advice = "give --dtype bfloat16" if is_short else "lower --learning-rate"
+            advice = self._anew("give --dtype bfloat16" if is_short else "lower --learning-rate")
             if self._loss_scale.factor > 1 and not self._loss_scale.is_dynamic:
                 advice = "give loss_scale: dynamic in the YAML file"
             advice += ", or pass over such steps with on_nan: skip"
-            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
+            raise AgreedFailure(f"step {step}: {what}: {kept}; {advice}")
         self._soundness.count(made=False)
         if self._soundness.is_lost:
-            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {TAMER}")
+            raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {self._anew(TAMER)}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._report.pass_over(self._options.batch.grad_accumulation_steps)
+
+    def _anew(self, remedy: str) -> str:
+        """Return a remedy that makes another run, which resumes no checkpoint of this one."""
+        place = self._job.resumption.place
+        if place is None or not place.store.steps():
+            return remedy
+        return f"{remedy} and give another --checkpoint-dir"
 
     def _present_position(self) -> dict[str, Any]:
         """Return the position of the next batches."""
@@ -364,7 +372,7 @@ class Trainer:
         """Save the last step unless it should replace nothing; tell whether the output has it."""
         fault = self._fault()
         if fault is not None:
-            raise AgreedFailure(f"step {self._done}: {self._keep()}; {fault.remedy}")
+            raise AgreedFailure(f"step {self._done}: {self._keep()}; {self._anew(fault.remedy)}")
         is_saved = self._done % self._options.save_every == 0 and self._soundness.unmoved() is None
         is_saved = is_saved or self.outputs.save()
         self._checkpoints.save()

@@ -41,7 +41,8 @@ def test_the_run_stops_and_keeps_what_it_had(flags: list[str | Path], tmp_path: 
     assert re.search(
         r"failed: step 3: the gradient of model\.layers\.4\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
-        r"--learning-rate, or pass over such steps with on_nan: skip",
+        r"--learning-rate and give another --checkpoint-dir, or pass over such steps with "
+        r"on_nan: skip",
         line,
     )
     (saved,) = events(tmp_path / "metrics.jsonl", "checkpoint")

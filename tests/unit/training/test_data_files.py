@@ -212,7 +212,7 @@ def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     ("content", "message"),
     [
         (b"text\na,b\n", "train.csv, row 1 has more cells, or fewer, than the first line names"),
-        (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: mend it"),
+        (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: fix it"),
         (b"text,a,text\nx,y,z\n", "train.csv has the column 'text' twice: rename one"),
         (b"text\n\xff\n", "train.csv is not UTF-8 text: invalid start byte at byte 5"),
     ],

@@ -189,7 +189,7 @@ def test_a_template_that_cannot_be_used_is_to_blame(
         text_of(tmp_path, row, template)
     assert "chat template" in error.value.problem
     assert ":1" not in error.value.problem
-    assert "mend the row" not in error.value.remedy
+    assert "fix the row" not in error.value.remedy
 
 
 # Trained.
