@@ -103,7 +103,7 @@ def read_forward_backward(body: bytes) -> wire.ForwardBackwardRequest:
 
 def loss_of(message: wire.ForwardBackwardRequest) -> str:
     """Return the name of a request's loss. Raises ``UserError``."""
-    name = message.loss_fn
+    name = str(message.loss_fn)
     if name in _NO_LOSSES:
         raise UserError(f"the loss {name} is not computed here", _NO_LOSSES[name])
     if name not in LOSSES:
@@ -163,7 +163,7 @@ def _token_bytes(chunk: wire.Chunk, where: str) -> bytes:
         raise UserError(f"{where}: this server reads no {said}", "send tokens")
     if len(chunk.encoded_text.tokens) % 4:
         raise UserError(f"{where}: its tokens are cut", "send whole int32")
-    return chunk.encoded_text.tokens
+    return bytes(chunk.encoded_text.tokens)
 
 
 def _array(tensor: wire.Tensor, where: str, most_bytes: int) -> np.ndarray:
