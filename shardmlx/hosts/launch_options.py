@@ -7,6 +7,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from shardmlx.errors import UserError, file_access
 from shardmlx.hosts.mpirun import knows_as_own
 from shardmlx.hosts.reachability import is_local, local_hosts
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
-from shardmlx.planning.facts.hostfile import Machine, read_hostfile
+from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile, same_host
 
 _MAX_RESTARTS = 3
 
@@ -86,10 +88,10 @@ LINE = CommandLine(
 class LaunchOptions:
     """The flags of launch, and the options of the command. ``machines`` are in mpirun's order.
 
-    ``timeout`` is the command's, in seconds. ``checkpoints``, ``config_file`` and the names of the
-    options ``in_file`` are those of ``train``; ``chose_directory`` is True if launch lets it save
-    checkpoints, and the user did not say where. A command that ``prints_json`` needs stdout for
-    itself.
+    ``timeout`` is the command's, in seconds. ``checkpoints``, ``config_file``, the names of the
+    options ``in_file`` and ``stage_map`` are those of ``train``; ``chose_directory`` is True if
+    launch lets it save checkpoints, and the user did not say where. A command that ``prints_json``
+    needs stdout for itself.
     """
 
     flags: LaunchFlags
@@ -102,6 +104,7 @@ class LaunchOptions:
     checkpoints: CheckpointOptions | None = None
     config_file: str | None = None
     in_file: Collection[str] = ()
+    stage_map: str | None = None
     chose_directory: bool = False
     prints_json: bool = False
     max_restarts: int = 0
@@ -115,6 +118,25 @@ class LaunchOptions:
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(machine.host for machine in self.machines)
+
+    def slots_of(self, hosts: Collection[str]) -> int:
+        """Return how many ranks can run on some of the hosts."""
+        return sum(machine.slots for machine in self.machines if machine.host in hosts)
+
+    def in_use(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """Return the first of these hosts that have slots for all ranks; the others are spares."""
+        ends = range(1, len(hosts) + 1)
+        used = (hosts[:end] for end in ends if self.slots_of(hosts[:end]) >= self.ranks)
+        return tuple(next(used, hosts))
+
+    def map_names(self, hosts: Collection[str]) -> bool:
+        """Tell whether the stage map, if one is given, wants one of these hosts."""
+        if self.stage_map is None:
+            return False
+        with suppress(UserError):  # the run will say what is wrong with it
+            wanted = read_stage_map(self.stage_map).hosts
+            return any(name and same_host(name, host) for name in wanted for host in hosts)
+        return False
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -164,6 +186,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         checkpoints=read.checkpoints if trains else None,
         config_file=read.config if trains else None,
         in_file=given.file.keys(),
+        stage_map=read.layout.stage_map if trains else None,
         chose_directory=chose_directory,
         prints_json=getattr(read, "json", None) == STDOUT,
         max_restarts=restarts,

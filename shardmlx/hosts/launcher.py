@@ -136,6 +136,8 @@ class Launcher:
     supervisor: Supervisor
     attempts: list[Attempt] = field(default_factory=list)
     checked: HostCheck = field(default_factory=HostCheck)
+    _answering: tuple[str, ...] = ()
+    """The hosts that answered before the last start."""
 
     def run(self) -> int:
         launch = self.launch
@@ -148,7 +150,10 @@ class Launcher:
             return BAD_INPUT
         if launch.checkpoints is not None and launch.chose_directory:
             _say(f"checkpoints in {launch.checkpoints.checkpoint_dir}, to restart from")
-        start = Start(launch.hosts, launch.ranks, launch.options)
+        self._answering = launch.hosts
+        start = Start(launch.in_use(launch.hosts), launch.ranks, launch.options)
+        if spares := [host for host in launch.hosts if host not in start.hosts]:
+            _say(f"{' and '.join(spares)} would take the place of a host that is lost")
         while True:
             started = time.monotonic()
             self.attempts.append(self._run(start))
@@ -167,7 +172,7 @@ class Launcher:
                 f"{launch.max_restarts} in {pause:g} s"
             )
             time.sleep(pause)
-            start = self._next(start.hosts)
+            start = self._next(start)
 
     def _ask(self) -> dict[str, Finding]:
         """Return what keeps hosts from running ranks, by host."""
@@ -284,45 +289,55 @@ class Launcher:
         }
         at_once(work, SECONDS_FOR_A_HOST)
 
-    def _next(self, before: Sequence[str]) -> Start:
-        """Return the next start, on the hosts that answer; ``before`` are those of the last."""
+    def _next(self, before: Start) -> Start:
+        """Return the next start, on the hosts that answer, after ``before``. Spare hosts take the
+        place of those that do not."""
         launch = self.launch
         if launch.checkpoints is None:
-            self._wait_for_hosts()
+            hosts = self._wait_for_hosts()
+            _say_who_takes_over([host for host in hosts if host not in before.hosts])
             _say("the server starts again; its prefix cache is lost")
-            return Start(launch.hosts, launch.ranks, launch.options)
+            return Start(hosts, launch.ranks, launch.options)
         findings = self._ask()
-        left = tuple(host for host in launch.hosts if host not in findings)
-        for host in before:
-            if host in findings:
-                _say(f"goes on without {findings[host]}")
-        back = [host for host in left if host not in before]
-        for host in back:
-            _say(f"{host} is back")
         first = launch.hosts[0]
         if first in findings:
             raise GaveUp(f"the host of rank 0, {findings[first]}")
-        ranks, options = launch.ranks, launch.options
-        if len(left) < len(launch.hosts):
-            slots = sum(each.slots for each in launch.machines if each.host in left)
-            ranks = min(slots, launch.ranks)
+        left = tuple(host for host in launch.hosts if host not in findings)
+        for host in self._answering:
+            if host in findings:
+                _say(f"goes on without {findings[host]}")
+        back = [host for host in left if host not in self._answering]
+        for host in back:
+            _say(f"{host} is back")
+        self._answering = left
+        hosts = launch.in_use(left)
+        _say_who_takes_over([host for host in hosts if host not in (*before.hosts, *back)])
+        ranks = min(launch.slots_of(hosts), launch.ranks)
+        options = launch.options
+        if ranks < launch.ranks or launch.map_names(findings):
             try:
                 options, line = plan_again(launch, ranks)
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(line)
-        elif back:
-            _say("all hosts are there: layout as given")
+        elif before.ranks < ranks:
+            all_there = "enough hosts are" if findings else "all hosts are"
+            _say(f"{all_there} there: layout as given")
         if launch.checkpoints.resume == "auto" or any(attempt.gained for attempt in self.attempts):
             # Not if the user excludes an older run's checkpoint, and this one has none yet.
             options = replaced(options, resume="auto")
-        return Start(left, ranks, options)
+        return Start(hosts, ranks, options)
 
-    def _wait_for_hosts(self) -> None:
-        """Wait until all hosts answer: their parts of the model were planned for all of them."""
+    def _wait_for_hosts(self) -> tuple[str, ...]:
+        """Wait until as many hosts answer as the ranks need, the first among them; return these:
+        their parts of the model were planned for so many."""
+        launch = self.launch
         end = time.monotonic() + SECONDS_FOR_HOSTS
         missing = ""
         while findings := self._ask():
+            left = [host for host in launch.hosts if host not in findings]
+            if left[:1] == [launch.hosts[0]] and launch.slots_of(left) >= launch.ranks:
+                return launch.in_use(left)
             text = "; ".join(map(str, findings.values()))
             if time.monotonic() > end:
                 raise GaveUp(text)
@@ -330,6 +345,7 @@ class Launcher:
                 _say(f"waits for {text}")
                 missing = text
             time.sleep(SECONDS_BETWEEN_LOOKS)
+        return launch.in_use(launch.hosts)
 
     def _checkpoints(self) -> frozenset[tuple[Path, int]] | None:
         """Return the checkpoints, of all runs, and when each was committed; None if unseen."""
@@ -341,6 +357,11 @@ class Launcher:
             return frozenset((mark.parent, mark.stat().st_mtime_ns) for mark in marks)
         except OSError:
             return None
+
+
+def _say_who_takes_over(hosts: Sequence[str]) -> None:
+    for host in hosts:
+        _say(f"{host} takes over")
 
 
 def _say(text: str) -> None:

@@ -87,6 +87,41 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
         check_losses(home, expected)
 
 
+def test_of_three_hosts_one_is_a_spare_and_takes_the_place_of_the_one_that_goes(
+    small: Path, pirate: Path, expected: list[float], tmp_path: Path
+) -> None:
+    """As many ranks, in the same layout, with the same losses; what the lost host had of the
+    checkpoint, the first has too."""
+    with hosts(tmp_path, 3) as lab:
+        home = lab.home("mac1")
+        furnish(home, small, pirate)
+        in_file(home / "options.yaml", checkpoint_storage="neighbour")
+
+        def power_off(pid: int) -> None:
+            wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
+            lab.power_off("mac2")
+
+        command = lab.command(
+            "mac1",
+            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile, "-n", "2"),
+            *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
+            *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "2"),
+            *("-c", "options.yaml"),
+        )
+        job = mpirun(2, command=command, meanwhile=power_off).well()
+        assert "launch: mac3 would take the place of a host that is lost" in job.stdout
+        assert "launch: goes on without mac2: no login (" in job.stdout
+        assert "launch: mac3 takes over" in job.stdout
+        assert "layout for" not in job.stdout
+        first, second = events(home / "metrics", "start")
+        assert first["layout"]["ranks"] != second["layout"]["ranks"], "they name their hosts"
+        assert [len(each["layout"]["ranks"]) for each in (first, second)] == [2, 2]
+        (resumed,) = events(home / "metrics", "resume")
+        assert resumed["step"] >= SAVED_EVERY
+        check_losses(home, expected)
+
+
 def wait_for(path: Path, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -329,6 +330,64 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
         "launch: all hosts are there: layout as given",
     ]
     assert list(directory.iterdir()) == []  # no hostfile stays behind
+
+
+def test_a_spare_host_takes_the_place_of_one_that_is_lost_before_the_job_shrinks(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of book's two slots the first, and then the second too. Who is back has his place again."""
+    lab.ends(
+        COMMIT.format(1) + "echo anna@mini.lan > down; exit 1",
+        COMMIT.format(2) + ": > down; exit 1",
+        COMMIT.format(3) + "echo book > down; exit 1",
+        COMMIT.format(4) + "echo anna@mini.lan >> down; exit 1",
+        WELL,
+    )
+    flags = ("-n", "2", "--max-restarts", "4")
+    assert lab.launcher("--pipeline-stages", "2", flags=flags).run() == 0
+    assert lab.hosts == [
+        ["localhost", "anna@mini.lan"],
+        ["localhost", "book"],
+        ["localhost", "anna@mini.lan"],
+        ["localhost", "anna@mini.lan"],
+        ["localhost"],
+    ]
+    assert lab.options == [
+        "-n 2 --pipeline-stages 2",
+        *["-n 2 --pipeline-stages 2 --resume auto"] * 3,
+        "-n 1 --resume auto",
+    ]
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
+    assert [line for line in said if "restart" not in line] == [
+        "launch: book would take the place of a host that is lost",
+        f"launch: goes on without {gone('anna@mini.lan')}",
+        "launch: book takes over",
+        "launch: mini.lan is back",
+        f"launch: goes on without {gone('book')}",
+        f"launch: goes on without {gone('anna@mini.lan')}",
+        "launch: layout for 1 rank: the run chooses it",
+    ]
+
+
+@pytest.mark.parametrize(("host", "options"), [("mini.lan", ""), (None, " --stage-map {map}")])
+def test_a_stage_map_of_a_lost_host_is_left_out_and_another_one_kept(
+    host: str | None, options: str, lab: Lab
+) -> None:
+    stages = [{"num_layers": 1}, {"num_layers": 1, **({} if host is None else {"host": host})}]
+    file = lab.write("map.yaml", json.dumps({"stages": stages}))
+    lab.ends(COMMIT.format(1) + "echo anna@mini.lan > down; exit 1", WELL)
+    assert lab.launcher("--stage-map", str(file), flags=("-n", "2")).run() == 0
+    assert lab.hosts[1] == ["localhost", "book"]
+    assert lab.options[1] == f"-n 2{options.format(map=file)} --resume auto"
+
+
+def test_a_server_takes_a_spare_host_and_waits_for_none(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.ends("echo anna@mini.lan > down; exit 137", WELL)
+    assert lab.start("-n", "2", "serve", "--model", "nowhere", "--port", "8080").run() == 0
+    assert lab.hosts == [["localhost", "anna@mini.lan"], ["localhost", "book"]]
+    assert "launch: book takes over\n" in capfd.readouterr().out
 
 
 def test_without_the_host_of_rank_0_there_is_nothing_to_go_on_from(lab: Lab) -> None:
