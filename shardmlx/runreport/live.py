@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from shardmlx.common.http_listener import ANSWERED, address_of, is_for, trusted_hosts
 from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import Event, current, read_metrics
+from shardmlx.runreport.metrics_file import Event, MetricsFile, current
 from shardmlx.runreport.page import render_page
 from shardmlx.runreport.thinning import MOST, thinned
 
@@ -47,7 +47,7 @@ class EventLog:
         self._has_ended = False
         self.begin_anew([])
 
-    def begin_anew(self, events: Sequence[Event]) -> None:
+    def begin_anew(self, events: Iterable[Event]) -> None:
         """Put these events in the place of all that were there, as many as a page shows."""
         with self._news:
             self.events = thinned(events)
@@ -102,7 +102,7 @@ class LivePage:
         """Show an event: a listener of ``Reporter``."""
         if event == "start" and values.get("step") and self._metrics_file is not None:
             with contextlib.suppress(UserError):
-                self._log.begin_anew(read_metrics(self._metrics_file))
+                self._log.begin_anew(MetricsFile(self._metrics_file))
         self._log.add({"event": event, **finite(values)})
         if event == "resume":
             # Reports after the step from which the run resumes no longer hold.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -25,7 +25,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, OptionError, Options, option
 from shardmlx.errors import file_access
-from shardmlx.runreport.metrics_file import Event, current, read_metrics
+from shardmlx.runreport.metrics_file import Event, MetricsFile
 from shardmlx.runreport.thinning import thinned
 
 _STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
@@ -42,7 +42,7 @@ _SCRIPTS = (
 )
 
 
-def render_page(events: Sequence[Event], *, title: str, is_live: bool = False) -> str:
+def render_page(events: Iterable[Event], *, title: str, is_live: bool = False) -> str:
     """Return a run's page as HTML, with the events that ``thinned`` leaves; a live one asks its
     server."""
     data: dict[str, Any] = {"events": thinned(events), "live": is_live}
@@ -130,10 +130,12 @@ LINE = CommandLine(
 def run(words: Sequence[str]) -> int:
     """Write the page of ``shardmlx report``, and print where it is. Raises ``UserError``."""
     options = LINE.load(words)
-    events = current(read_metrics(options.metrics))
+    events = thinned(MetricsFile(options.metrics))
     page = render_page(events, title=options.metrics)
     with file_access("write --output", options.file, "name another file"):
         options.file.write_text(page, encoding="utf-8")
-    reports = sum(event["event"] == "train" for event in events)
+    shown = sum(event["event"] == "train" for event in events)
+    left_out = sum(event["reports"] for event in events if event["event"] == "left_out")
+    reports = shown + left_out
     print(f"{options.file}: {plural(reports, 'report')} of training")
     return 0

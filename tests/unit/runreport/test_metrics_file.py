@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import current, read_metrics
+from shardmlx.runreport.metrics_file import MetricsFile, current
 from tests.helpers.stories import STORY, story, write_metrics
 
 
@@ -24,7 +24,7 @@ def train(step: int) -> dict[str, Any]:
 def test_a_run_that_was_killed_leaves_half_a_line_which_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(STORY.read_text()[:-100])
-    assert read_metrics(path) == story()[:-1]
+    assert [*MetricsFile(path).told()] == story()[:-1]
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_a_run_that_was_killed_leaves_half_a_line_which_is_left_out(tmp_path: Pa
 )
 def test_what_is_no_event_is_left_out(line: str, tmp_path: Path) -> None:
     file = write_metrics(tmp_path / "m", train(1), line, "", train(2))
-    assert read_metrics(file) == [train(1), train(2)]
+    assert [*MetricsFile(file)] == [train(1), train(2)]
 
 
 def test_numbers_that_json_does_not_have_are_none(tmp_path: Path) -> None:
     line = '{"event": "train", "loss": NaN, "a": -Infinity, "c": 1e9}'
-    (event,) = read_metrics(write_metrics(tmp_path / "m", line))
+    (event,) = MetricsFile(write_metrics(tmp_path / "m", line))
     assert event == {"event": "train", "loss": None, "a": None, "c": 1e9}
 
 
@@ -50,13 +50,13 @@ def test_a_file_without_metrics_is_refused_by_name(content: bytes, tmp_path: Pat
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"notes\.txt has no metrics .* train --metrics-file"):
-        read_metrics(path)
+        MetricsFile(path)
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
 def test_a_file_that_cannot_be_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read metrics file ") as refused:
-        read_metrics(tmp_path / name)
+        MetricsFile(tmp_path / name)
     assert str(tmp_path / name) in refused.value.problem
 
 

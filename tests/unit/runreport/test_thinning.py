@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardmlx.runreport.live import EventLog
+from shardmlx.runreport.metrics_file import MetricsFile
 from shardmlx.runreport.page import render_page
 from shardmlx.runreport.thinning import MOST, thinned
+from tests.helpers.stories import write_metrics
 
 START: dict[str, Any] = {"event": "start", "step": 0, "iters": 20_000}
 
@@ -98,6 +102,21 @@ def test_means_are_of_all_steps_however_often_events_are_thinned() -> None:
             expected = sum(each["ranks"][1][name] for each in trains(whole)) / 5000
             assert math.isclose(mean_of(shown, 1, name), expected, rel_tol=1e-9)
     assert len(log.events) <= 3 * MOST
+
+
+def test_a_file_of_four_times_the_reports_takes_hardly_more_memory(tmp_path: Path) -> None:
+    def peak(reports: int) -> int:
+        rng = random.Random(5)
+        told = ({"event": "train", "step": n, "loss": rng.random()} for n in range(reports))
+        path = write_metrics(tmp_path / "metrics.jsonl", *told)
+        tracemalloc.start()
+        try:
+            thinned(MetricsFile(path))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(16_000) <= 1.5 * peak(4000)
 
 
 def test_of_many_ranks_fewer_reports_are_shown() -> None:
