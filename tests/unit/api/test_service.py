@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def client_of(service: TrainService, name: str, seed: int, steps: int) -> list[f
     return losses
 
 
-def on_threads(service: TrainService, works: list[Callable[[], Any]]) -> list[Any]:
+def on_threads(service: TrainService, works: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run the service while clients work on threads; what these return."""
     results: list[Any] = [None] * len(works)
 
@@ -77,10 +78,7 @@ def on_threads(service: TrainService, works: list[Callable[[], Any]]) -> list[An
 def test_clients_on_threads_have_the_curves_that_each_would_have_alone(small: Path) -> None:
     def work(client: TrainClient) -> list[list[float]]:
         alone = [learn(client.create_model(rank=4, seed=seed), range(4)) for seed in (0, 1)]
-        works = [
-            lambda seed=seed: client_of(client.service, f"client {seed}", seed, 4)
-            for seed in (0, 1)
-        ]
+        works = [partial(client_of, client.service, f"client {seed}", seed, 4) for seed in (0, 1)]
         return [*alone, *on_threads(client.service, works)]
 
     *alone, first, second = on_ranks(2, small, work)
