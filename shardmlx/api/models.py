@@ -13,6 +13,7 @@ from shardmlx.api.requests import (
     CreateModel,
     LoadState,
     LoraOptions,
+    NoRoom,
     OptimStep,
     SavedState,
     SaveState,
@@ -83,7 +84,7 @@ class Models:
             raise UserError(f"a model cannot be called {name!r}, or is there", "give another name")
         most = self.crew.worker.plan.most_models
         if len(self._facts) >= most:
-            raise UserError(
+            raise NoRoom(
                 f"there are {most} models already", "unload one, or start with more --max-adapters"
             )
         saved = None if request.state is None else self._find(request.state)
@@ -238,7 +239,7 @@ class Models:
         if not name or name in self._snapshots:
             raise UserError(f"a snapshot cannot be called {name!r}, or is there", "give another")
         if len(self._snapshots) >= self.most_snapshots:
-            raise UserError(
+            raise NoRoom(
                 f"there are {self.most_snapshots} snapshots already", "drop one of them first"
             )
         if not self.crew.worker.plan.can_sample:
