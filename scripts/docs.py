@@ -8,6 +8,9 @@ Made are the pages of options, and in the other pages all between ``<!-- made: W
 ``large``, ``blog``, ``shares``, ``examples``, ``types``. Commands run in a directory of small
 configurations; nothing is loaded. A test compares the short ones; ``--check`` compares all and
 writes nothing.
+
+The testbed keeps tiny configurations of all model types; the code of each, run over stand-ins,
+gives its row in the table of types.
 """
 
 from __future__ import annotations
@@ -24,15 +27,50 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import _fits
-import _types
 from _options_page import PAGES, page
 
+from shardmlx.errors import UserError
 from shardmlx.main import main as shardmlx
+from shardmlx.modelfiles.parts import read_shape
+from testbed.family_configs import CONFIGS
+from testbed.further_configs import FURTHER
+from testbed.undeclared_configs import UNDECLARED
 
 DOCS = _root.ROOT / "docs"
 
 PART = re.compile(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 BLOCK = re.compile(r"```[\w ]*\n(.*?)```\n", re.DOTALL)
+UNKNOWN = {"phi3small"}
+"""Types whose code ends the process on a CPU."""
+
+
+KINDS = {
+    name: config
+    for name, config in {**CONFIGS, **UNDECLARED, **FURTHER}.items()
+    if name not in UNKNOWN
+}
+
+
+def abilities(name: str) -> str:
+    """Return what can be done with a type."""
+    try:
+        return read_shape(KINDS[name]).abilities
+    except UserError:
+        return "cannot run; `inspect` says why"
+
+
+def types(only: str = "") -> str:
+    """Return the table as Markdown."""
+    rows: dict[str, list[str]] = {}
+    for name in KINDS:
+        rows.setdefault(abilities(name), []).append(f"`{name}`")
+    lines = [
+        f"| {what} | {', '.join(sorted(names, key=lambda name: name.strip('`').lower()))} |"
+        for what, names in sorted(rows.items(), key=lambda row: -len(row[1]))
+    ]
+    return "\n".join(["| can | `model_type` |", "|---|---|", *lines, ""])
+
+
 TABLES = {
     "fits": _fits.common,
     "lengths": _fits.lengths,
@@ -40,7 +78,7 @@ TABLES = {
     "blog": _fits.blog,
     "shares": _fits.shares,
     "examples": _fits.examples,
-    "types": _types.types,
+    "types": types,
 }
 
 

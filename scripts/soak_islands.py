@@ -36,8 +36,7 @@ from statistics import fmean
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from _island_lab import FRAGMENTS, RANKS, Island, Lab
-from _island_reports import replay
+from _island_lab import FRAGMENTS, RANKS, Island, Lab, replay
 from mlx_lm.utils import load
 from soak_hub import NAMES
 

@@ -11,6 +11,7 @@ Nothing has a name outside: a killed run takes its hosts with it, and two labs m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -134,6 +135,11 @@ class Lab:
             sys.executable,
             *args,
         )
+
+    def write_everywhere(self, name: str, content: object) -> None:
+        """Write a JSON file into the home of each host."""
+        for host in self.hosts:
+            (self.home(host) / name).write_text(json.dumps(content))
 
     def replace(self, host: str, path: Path, text: str) -> None:
         name = "-".join(path.parts[1:])

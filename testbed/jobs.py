@@ -74,10 +74,12 @@ class Job:
         return self.error_lines[0]
 
 
-def ranks_command(n: int, *args: str | Path) -> list[str | Path]:
-    """Return the command that runs ``python ARGS`` on ``n`` ranks of this machine."""
-    options = ("-n", str(n), "--oversubscribe", "--bind-to", "none")
-    return [Path(sys.executable).with_name("mpirun"), *options, sys.executable, *args]
+def ranks_command(n: int, *args: str | Path, bind: str = "none") -> list[str]:
+    """Return the command that runs ``python ARGS`` on ``n`` ranks of this machine, each bound to
+    nothing, or to a ``core``."""
+    options = ("-n", str(n), "--oversubscribe", "--bind-to", bind)
+    mpirun = Path(sys.executable).with_name("mpirun")
+    return [str(mpirun), *options, sys.executable, *map(str, args)]
 
 
 class Running:

@@ -15,7 +15,7 @@ def in_file(path: Path, **options: Any) -> tuple[str, Path]:
     return "-c", path
 
 
-def events(metrics: Path, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file that tell of one kind of event."""
+def events(metrics: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, or those that tell of one kind of event."""
     lines = map(json.loads, metrics.read_text().splitlines())
-    return [event for event in lines if event["event"] == name]
+    return [event for event in lines if name is None or event["event"] == name]

@@ -46,13 +46,13 @@ def pirate_directory(path: Path, whole: Path) -> Path:
     return path
 
 
-def tokenizer_directory(path: Path, data: Path) -> Path:
-    """Write a small tokenizer that has learnt from ``data``."""
+def tokenizer_directory(path: Path, data: Path, vocabulary: int = SMALL_VOCABULARY) -> Path:
+    """Write a tokenizer of so many tokens that has learnt from ``data``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=SMALL_VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -1,23 +1,24 @@
-#!/usr/bin/env python3
-"""Generate one text with drafts, in rounds one at a time and drafted on, by turns.
-
-Drafts are the text to come, of which each token is spoiled with a probability. Each rank has one
-core and one BLAS thread. With --seconds a stage sleeps for a tiny model: so long for a token, and
---more of that for each more, as a GPU of its own would compute it.
-"""
+"""Drafts of the text to come, in rounds one at a time and drafted on. As a program, a rank."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from _compare import Spread, Table, by_turns, machine, mpirun, parser_of, publish, run
-from _models import SMOLLM2
-from generation import own_core, prompts
+import numpy as np
+
+from scripts.bench.benchmark import Bench, Benchmark, Spread, as_flags, own_core, program, run
+from scripts.bench.generation import add_model, loaded_stage, random_prompts, sizes_of
+from scripts.bench.trained import PATIENCE
+from scripts.bench.turns import by_turns
+from shardmlx.common.environment import launched_rank, prepare
+from shardmlx.distributed.run_ranks import connect
+from shardmlx.inference.drafts import BackOff, Draft, Drafter, Drafting
+from testbed.jobs import ranks_command
 
 RATES = (0.6, 0.8, 0.95)
 LENGTHS = (2, 4, 8, None)
@@ -25,184 +26,208 @@ PROMPT = 32
 PLAIN = "plain"
 
 
-def rank(options: argparse.Namespace) -> None:
-    """Generate on the ranks that mpirun has started; rank 0 prints the rates as JSON."""
-    from shardmlx.common.environment import launched_rank, prepare
+# A rank
 
-    own_core(launched_rank())
-    prepare()
-    import mlx.core as mx
-    import numpy as np
-    from mlx_lm.models.llama import Model, ModelArgs
 
-    from shardmlx.inference.drafts import BackOff, Draft, Drafter, Drafting
-    from shardmlx.inference.kv_caches import KVCaches
-    from shardmlx.inference.later_stage import LaterStage
-    from shardmlx.inference.pipeline import FirstStage
-    from shardmlx.inference.sampler import BatchSampler
-    from shardmlx.inference.sampling_params import SamplingParams
-    from shardmlx.inference.scheduler import Scheduler
-    from shardmlx.inference.stage import ItemGraph, StageWorker
-    from shardmlx.loading.build import build_to_generate
-    from shardmlx.models.runtime.slice import Slice
+class Oracle(Drafter):
+    """Drafts are the ``text`` to come, but for the tokens that are ``wrong``."""
 
-    from shardmlx.distributed import mpi  # isort: skip
+    def __init__(self, text: Sequence[int], rate: float) -> None:
+        self._text = text
+        self._wrong = np.random.RandomState(1).rand(len(text)) >= rate
 
-    class Oracle(Drafter):
-        """Drafts are the ``text`` to come, but for the tokens that are ``wrong``."""
+    def draft(
+        self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
+    ) -> Draft:
+        """Return as many tokens as pay."""
+        begin = len(tokens) + len(ahead)
+        there = slice(begin, begin + pays(0))
+        pairs = zip(self._text[there], self._wrong[there].tolist(), strict=True)
+        return Draft(tuple(token + wrong for token, wrong in pairs))
 
-        def __init__(self, text: Sequence[int], rate: float) -> None:
-            self._text = text
-            self._wrong = np.random.RandomState(1).rand(len(text)) >= rate
 
-        def draft(
-            self,
-            sequence: int,
-            tokens: Sequence[int],
-            ahead: Sequence[int],
-            pays: Callable[[int], int],
-        ) -> Draft:
-            begin = len(tokens) + len(ahead)
-            there = slice(begin, begin + pays(0))
-            pairs = zip(self._text[there], self._wrong[there].tolist(), strict=True)
-            return Draft(tuple(token + wrong for token, wrong in pairs))
+class OneAtATime(BackOff):
+    """A rule by which no round is drafted on."""
 
-    class OneAtATime(BackOff):
-        def goes_on(self, kind: int) -> bool:
-            return False
+    def goes_on(self, kind: int) -> bool:
+        """Return False."""
+        return False
 
-    class SleepingWorker(StageWorker):
-        """A worker whose stage takes as long as is said."""
 
-        def start(self, graph: ItemGraph) -> None:
-            self._began = time.perf_counter()
-            super().start(graph)
+HOW = {"one": OneAtATime, "on": BackOff}
 
-        def finish(self, graph: ItemGraph) -> None:
-            super().finish(graph)
-            more = options.more * (graph.item.length - 1)
-            due = self._began + options.seconds * (1 + more)
-            time.sleep(max(due - time.perf_counter(), 0.0))
 
-    transport = mpi.MPITransport(600.0)
-    if options.seconds:
-        mx.random.seed(0)
-        sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 50_000}
-        heads = {"num_attention_heads": 2, "num_hidden_layers": transport.size}
-        model: Any = Model(ModelArgs("llama", rms_norm_eps=1e-5, **heads, **sizes))
-        mx.eval(model.parameters())
-    else:
-        model = build_to_generate(options.model, dtype=None, adapter_path=None, seed=0)
-    layers = len(model.layers)
-    # The last one has the head.
-    sizes_of = [-(-layers // transport.size)] * (transport.size - 1)
-    if options.sizes:
-        sizes_of = [int(size) for size in options.sizes.split(",")][:-1]
-    borders = [sum(sizes_of[:i]) for i in range(transport.size)] + [layers]
-    part = Slice(model, borders[transport.rank], borders[transport.rank + 1])
-    if not options.seconds:
-        part.load()
-    transport.barrier()
-    kind = SleepingWorker if options.seconds else StageWorker
-    worker = kind(transport, part, KVCaches(part.new_caches), BatchSampler(0))
-    if transport.rank > 0:
-        LaterStage(worker).run()
-        transport.close()
-        return
-    numbers = iter(range(10**9))
-    (prompt,) = prompts(1, PROMPT, 40_000)
+@dataclass
+class Speaker:
+    """Generates the same text again and again, on rank 0."""
 
-    def text(drafting: Drafting | None) -> tuple[list[int], float]:
+    worker: Any
+    tokens: int
+    prompt: Sequence[int]
+    texts: int = 0
+
+    def text(self, drafting: Drafting | None) -> tuple[list[int], float]:
         """Return the tokens of an answer, and how many came in a second after the first."""
-        scheduler = Scheduler(transport.size, 1, 128)
-        first_stage, number, tokens = (
-            FirstStage(worker, scheduler, None, drafting),
-            next(numbers),
-            [],
-        )
-        first_stage.add(number, prompt, SamplingParams(), context=PROMPT + options.tokens)
-        begin = 0.0
+        from shardmlx.inference.pipeline import FirstStage
+        from shardmlx.inference.sampling_params import SamplingParams
+        from shardmlx.inference.scheduler import Scheduler
+
+        scheduler = Scheduler(self.worker.transport.size, 1, 128)
+        first_stage = FirstStage(self.worker, scheduler, None, drafting)
+        self.texts += 1
+        tokens: list[int] = []
+        context = len(self.prompt) + self.tokens
+        first_stage.add(self.texts, [*self.prompt], SamplingParams(), context=context)
+        begin = end = 0.0
         while not first_stage.is_idle:
             for _, sampled in first_stage.step():
                 begin = begin or time.perf_counter()
                 tokens.append(sampled.token)
-                if len(tokens) == options.tokens:
+                if len(tokens) == self.tokens:
                     end = time.perf_counter()
-                    first_stage.finish(number)
+                    first_stage.finish(self.texts)
         first_stage.keep_alive()  # with the news of its end
         return tokens, (len(tokens) - 1) / (end - begin)
 
-    plain, _ = text(None)
-    oracles = {rate: Oracle([*prompt, *plain], rate) for rate in options.accepted}
-    contenders: dict[str, Callable[[], float]] = {PLAIN: lambda: text(None)[1]}
-    for rate in options.accepted:
-        for length in LENGTHS:
-            for how, kind_of in (("one", OneAtATime), ("on", BackOff)):
-                back_off = kind_of(stages=transport.size)
-                drafting = Drafting(
-                    oracles[rate], length or 16, fixed=length is not None, back_off=back_off
-                )
+    def stop(self) -> None:
+        """Tell the other stages that there are no more texts."""
+        from shardmlx.inference.pipeline import FirstStage
+        from shardmlx.inference.scheduler import Scheduler
 
-                def drafted(drafting: Drafting = drafting) -> float:
-                    tokens, speed = text(drafting)
-                    assert tokens == plain, "drafts have changed the text"
-                    return speed
+        FirstStage(self.worker, Scheduler(self.worker.transport.size, 1, 128)).stop()
 
-                drafted()
-                contenders[f"{rate} {length} {how}"] = drafted
-    rates = by_turns(contenders, options.rounds)
-    first_stage = FirstStage(worker, Scheduler(transport.size, 1, 128))
-    first_stage.stop()
-    transport.close()
-    print(json.dumps(rates))
+    def contenders(self, rates: Sequence[float]) -> dict[str, Callable[[], float]]:
+        """Return what generates the text, by name; all but the first with drafts."""
+        plain, _ = self.text(None)
+        found: dict[str, Callable[[], float]] = {PLAIN: lambda: self.text(None)[1]}
+        for rate in rates:
+            oracle = Oracle([*self.prompt, *plain], rate)
+            for length in LENGTHS:
+                for how, kind in HOW.items():
+                    back_off = kind(stages=self.worker.transport.size)
+                    is_fixed = length is not None
+                    drafting = Drafting(oracle, length or 16, fixed=is_fixed, back_off=back_off)
+                    found[f"{rate} {length} {how}"] = self._drafted(drafting, plain)
+        return found
+
+    def _drafted(self, drafting: Drafting, plain: Sequence[int]) -> Callable[[], float]:
+        def speed() -> float:
+            tokens, found = self.text(drafting)
+            assert tokens == plain, "drafts have changed the text"
+            return found
+
+        speed()
+        return speed
 
 
-def table_of(options: argparse.Namespace, speeds: dict[str, list[float]]) -> Table:
-    lines = []
-    for rate in options.accepted:
-        for length in LENGTHS:
-            one, on = (speeds[f"{rate} {length} {how}"] for how in ("one", "on"))
-            lines.append(
-                (
-                    f"{rate}",
-                    f"{length or 'auto'}",
-                    f"{Spread.of(one).median:.1f}",
-                    f"{Spread.of(on).median:.1f}",
-                    f"{Spread.of_ratios(on, one):.2f}",
-                )
-            )
+def sleeping(worker: Any, seconds: float, more: float) -> None:
+    """Let a worker's stage take so many seconds for a token, and ``more`` of them for each more."""
+    start, finish = worker.start, worker.finish
+    began = 0.0
+
+    def started(graph: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
+        start(graph)
+
+    def finished(graph: Any) -> None:
+        finish(graph)
+        due = began + seconds * (1 + more * (graph.item.length - 1))
+        time.sleep(max(due - time.perf_counter(), 0.0))
+
+    worker.start, worker.finish = started, finished
+
+
+def tiny_model(layers: int) -> Any:
+    """Return a model that takes next to no time."""
+    import mlx.core as mx
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    mx.random.seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 50_000}
+    heads = {"num_attention_heads": 2, "num_hidden_layers": layers}
+    model = Model(ModelArgs("llama", rms_norm_eps=1e-5, **heads, **sizes))
+    mx.eval(model.parameters())
+    return model
+
+
+def rank() -> None:
+    """Generate on the ranks that mpirun has started; rank 0 prints the rates as JSON."""
+    parser = argparse.ArgumentParser()
+    add_drafts(parser)
+    parser.add_argument("--rounds", type=int, required=True)
+    options = parser.parse_args()
+    own_core(launched_rank())
+    prepare()
+    from shardmlx.inference.later_stage import LaterStage
+    from shardmlx.loading.build import build_to_generate
+
+    with connect(PATIENCE) as transport:
+        if options.seconds:
+            model = tiny_model(transport.size)
+        else:
+            model = build_to_generate(options.model, dtype=None, adapter_path=None, seed=0)
+        worker = loaded_stage(transport, model, sizes_of(options.sizes))
+        if options.seconds:
+            sleeping(worker, options.seconds, options.more)
+        if transport.rank == 0:
+            speaker = Speaker(worker, options.tokens, random_prompts(1, PROMPT)[0])
+            rates = by_turns(speaker.contenders(options.accepted), options.rounds)
+            speaker.stop()
+            print(json.dumps(rates))
+        else:
+            LaterStage(worker).run()
+
+
+# The benchmark
+
+
+def drafts(bench: Bench) -> None:
+    """Generate one text with drafts, in rounds one at a time and drafted on, by turns.
+
+    Drafts are the text to come, of which each token is spoiled with a probability. Each rank has
+    one core and one BLAS thread. With --seconds a stage sleeps for a tiny model: so long for a
+    token, and --more of that for each more, as a GPU of its own would compute it.
+    """
+    options = bench.options
+    names = ("model", "sizes", "seconds", "more")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    tokens = 8 if bench.quick else options.tokens
+    words = as_flags({**given, "tokens": tokens, "rounds": bench.rounds})
+    words += ["--accepted", *map(str, options.accepted)]
+    speeds = json.loads(run(ranks_command(options.ranks, *program("drafts", *words))))
+    bench.keep(tokens_per_second=speeds)
+    lines = [draft_cells(speeds, rate, length) for rate in options.accepted for length in LENGTHS]
     plain = f"{Spread.of(speeds[PLAIN]):.1f}"
     header = ("accepted", "drafts", "one at a time", "drafted on", "by rounds")
-    return Table(f"Tokens per second; {plain} without drafts", header, lines)
+    bench.show(f"Tokens per second; {plain} without drafts", header, lines)
 
 
-def main() -> None:
-    parser = parser_of(__doc__ or "")
-    parser.add_argument("--model", type=Path, default=SMOLLM2)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="of the answer")
+def draft_cells(
+    speeds: Mapping[str, Sequence[float]], rate: float, length: int | None
+) -> tuple[str, ...]:
+    """Return a line of the table."""
+    one, on = (speeds[f"{rate} {length} {how}"] for how in HOW)
+    return (
+        f"{rate}",
+        f"{length or 'auto'}",
+        f"{Spread.of(one).median:.1f}",
+        f"{Spread.of(on).median:.1f}",
+        f"{Spread.of_ratios(on, one):.2f}",
+    )
+
+
+def add_drafts(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--tokens", type=int, default=96, help="of the answer")
     parser.add_argument(
         "--accepted", type=float, nargs="+", default=RATES, help="probabilities, like 0.6 0.8"
     )
-    parser.add_argument("--sizes", help="layers of each stage, like 17,13")
     parser.add_argument("--seconds", type=float, default=0.0, help="of a stage for one token")
     parser.add_argument("--more", type=float, default=0.1, help="part of these for each more")
-    parser.add_argument("--as", dest="role", choices=("rank",), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 3)
-    options.tokens = options.tokens or (8 if options.quick else 96)
-    if options.role == "rank":
-        rank(options)
-        return
-    facts = machine()
-    own = [str(Path(__file__).resolve()), "--as", "rank", "--rounds", str(options.rounds)]
-    for name in ("model", "tokens", "sizes", "seconds", "more"):
-        if (value := getattr(options, name)) is not None:
-            own += [f"--{name}", str(value)]
-    own += ["--accepted", *map(str, options.accepted)]
-    speeds = json.loads(run(mpirun(options.ranks, *own)))
-    publish(options, facts, [table_of(options, speeds)], {"tokens_per_second": speeds})
 
+
+DRAFTS = Benchmark("drafts", drafts, add_drafts, rounds=3)
 
 if __name__ == "__main__":
-    main()
+    rank()

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Draw a training step as it was on all ranks, from the file of shardmlx.train --trace.
 
-    python scripts/bench/draw_trace.py TRACE.json PICTURE.svg [--step N] [--title TEXT]
+    python -m scripts.bench.draw_trace TRACE.json PICTURE.svg [--step N] [--title TEXT]
 
 A row for each rank: what it computed, with the micro-batch, paler for later stages of the rank; the
 optimizer; and, half as high, waiting for a message and for sums. At the right the part of the step

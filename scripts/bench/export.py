@@ -1,28 +1,20 @@
-#!/usr/bin/env python3
-"""Measure export: fusing beside cp of the same bytes, and quantising on one core and on all.
-
-    python scripts/bench/export.py [--layers N] [--only fuse|quantise] [--directory DIR]
-
-A random Llama in bfloat16, of 134 MB a layer, with adapters on all of its layers; its files are
-dropped from the page cache before each turn. ``cp`` and ``sync`` beside ``export --adapter-path``;
-then ``export --quantize 4`` with one core, and with all. Seconds of exports are those that the
-command says: without Python's start. About five minutes on two cores.
-"""
+"""Export: fusing beside cp of the same bytes, and quantising on one core and on all."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from _compare import Spread, Table, by_turns, environment, machine, mpirun, parser_of, publish
+from scripts.bench.benchmark import Bench, Benchmark, Spread, environment, run
+from scripts.bench.turns import by_turns
+from testbed.jobs import ranks_command
 
 FUSE, CP = "export, fused", "cp and sync"
 ONE, ALL = "1 core", "all cores"
@@ -85,73 +77,67 @@ def dropped(model: Path) -> None:
 
 
 def copied(model: Path, out: Path) -> float:
+    """Return the seconds of ``cp`` and ``sync``."""
     dropped(model)
     shutil.rmtree(out, ignore_errors=True)
     began = time.monotonic()
-    subprocess.run(["cp", "-r", model, out], check=True)
+    run(["cp", "-r", model, out])
     for path in out.iterdir():
-        subprocess.run(["sync", path], check=True)
+        run(["sync", path])
     return time.monotonic() - began
 
 
-def exported(model: Path, out: Path, bind: str, *how: object) -> float:
+def exported(model: Path, out: Path, bind: str, *how: str | Path) -> float:
     """Return the seconds that the command says."""
     dropped(model)
     shutil.rmtree(out, ignore_errors=True)
-    command = mpirun(1, "-m", "shardmlx.export", model, "-o", out, *how, bind=bind)
+    command = ranks_command(1, "-m", "shardmlx.export", model, "-o", out, *how, bind=bind)
     threads = 1 if bind == "core" else os.cpu_count() or 1
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**os.environ, **environment(threads)},
-        capture_output=True,
-        text=True,
-    )
-    said = re.search(r"in ([\d.]+) s; peak", done.stdout)
-    if done.returncode or said is None:
-        raise SystemExit(done.stdout + done.stderr)
+    output = run(command, environment(threads))
+    said = re.search(r"in ([\d.]+) s; peak", output)
+    if said is None:
+        raise SystemExit(output)
     return float(said[1])
 
 
-def table_of(heading: str, times: Mapping[str, Sequence[float]], base: str) -> Table:
-    rows = [
-        [name, f"{Spread.of(seconds):.1f}", f"{Spread.of_ratios(times[base], seconds):.2f}"]
-        for name, seconds in times.items()
-    ]
-    return Table(heading, ["", "seconds", f"times as fast as {base}"], rows)
+def export(bench: Bench) -> None:
+    """Export: fusing beside cp of the same bytes, and quantising on one core and on all.
 
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--only", choices=["fuse", "quantise"])
-    parser.add_argument("--directory", help="on the disk that is measured")
-    options = parser.parse_args()
-    facts = machine()
-    rounds = 1 if options.quick else options.rounds or 3
-    tables, numbers = [], {}
-    with tempfile.TemporaryDirectory(dir=options.directory) as name:
-        model, adapters = make(Path(name), 2 if options.quick else options.layers)
+    A random Llama in bfloat16, of 134 MB a layer, with adapters on all of its layers; its files are
+    dropped from the page cache before each turn. ``cp`` and ``sync`` beside ``export
+    --adapter-path``; then ``export --quantize 4`` with one core, and with all. Seconds of exports
+    are those that the command says: without Python's start. About five minutes on two cores.
+    """
+    with tempfile.TemporaryDirectory(dir=bench.options.directory or bench.directory) as name:
+        model, adapters = make(Path(name), 2 if bench.quick else bench.options.layers)
         out = Path(name, "out")
-        fuse = "--adapter-path", adapters
-        four = "--quantize", "4"
         groups: dict[str, dict[str, Callable[[], float]]] = {
             "fuse": {
                 CP: lambda: copied(model, out),
-                FUSE: lambda: exported(model, out, "none", *fuse),
+                FUSE: lambda: exported(model, out, "none", "--adapter-path", adapters),
             },
             "quantise": {
-                ONE: lambda: exported(model, out, "core", *four),
-                ALL: lambda: exported(model, out, "none", *four),
+                ONE: lambda: exported(model, out, "core", "--quantize", "4"),
+                ALL: lambda: exported(model, out, "none", "--quantize", "4"),
             },
         }
-        for heading, contenders in groups.items():
-            if options.only in (None, heading):
-                times = by_turns(contenders, rounds)
-                print(times, file=sys.stderr, flush=True)
-                numbers[heading] = times
-                tables.append(table_of(heading, times, next(iter(contenders))))
-    publish(options, facts, tables, numbers)
+        for heading, contenders in bench.chosen(groups).items():
+            times = by_turns(contenders, bench.rounds)
+            bench.keep(**{heading: times})
+            base = next(iter(contenders))
+            lines = [speed_cells(name, times, base) for name in times]
+            bench.show(heading, ["", "seconds", f"times as fast as {base}"], lines)
 
 
-if __name__ == "__main__":
-    main()
+def speed_cells(name: str, times: Mapping[str, Sequence[float]], base: str) -> list[str]:
+    """Return a line of a table."""
+    ratio = Spread.of_ratios(times[base], times[name])
+    return [name, f"{Spread.of(times[name]):.1f}", f"{ratio:.2f}"]
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--directory", help="on the disk that is measured")
+
+
+EXPORT = Benchmark("export", export, add_export, rounds=3)

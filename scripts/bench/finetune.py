@@ -1,149 +1,82 @@
-#!/usr/bin/env python3
-"""LoRA of SmolLM2-135M: tokens/s of shardmlx.train against mlx_lm.lora on one rank.
-
-    python scripts/bench/finetune.py [--only WORD ...] [--json FILE]
-
-The demo's model and data, float32, all layers, rank 8, Adam, batches of 8; one file of options for
-all contenders, so that they take the same batches in the same order, and every round compares the
-same tokens; a core and a BLAS thread for each process, or what the name says. By turns:
-
-  mlx_lm.lora      one process, its own command, with OpenBLAS in front as our ranks have it
-  1 rank           shardmlx.train
-  2 ranks, plain   shardmlx.train as it is called without options of its own: what it chooses
-  2 ranks, ...     two pipeline stages, divided by what shardmlx.profile measures at the start; two
-                   replicas
-  ..., packed      the same with --pack, which pads nothing
-  2 x 2            two replicas of two stages: four ranks on two cores; against one rank, and
-                   mlx_lm.lora, on two threads
-
-mlx_lm.lora makes one graph of a batch, compiled, and pads all its rows to the longest; with stages
-a micro-batch is one row, padded by itself. Tokens are those that count in the loss, in both. Run
-scripts/demo.sh once before: it prepares model and data. About a quarter of an hour on two cores.
-"""
+"""LoRA of SmolLM2, beside mlx_lm.lora; and what long sequences take."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from _compare import (
-    ROOT,
+
+from scripts.bench.benchmark import (
+    Bench,
+    Benchmark,
     Spread,
-    Table,
-    by_turns,
+    add_bind,
     environment,
-    machine,
-    mpirun,
-    parser_of,
+    mebibytes,
     pinned,
-    publish,
+    program,
     run,
     verdict,
 )
-from _models import PIRATE, SMOLLM2, check_prepared, make_long_rows, make_wide
-from _training import training
-from _turns import Contender, warmed_up
+from scripts.bench.stages import RANKS, add_torch, rival, torch_python
+from scripts.bench.trained import NEVER, PIRATE, SMOLLM2, demo_lacks, make_both, training
+from scripts.bench.turns import Contender, in_turns
+from testbed.jobs import ranks_command
 
 THEIRS, ONE = "mlx_lm.lora", "1 rank"
 THEIRS_2, ONE_2 = "mlx_lm.lora, 2 threads", "1 rank, 2 threads"
-PLAIN = "2 ranks, plain"
 STAGES, REPLICAS, HYBRID = "2 ranks, 2 stages", "2 ranks, 2 replicas", "4 ranks, 2 x 2"
 
 BASES = {ONE_2: THEIRS_2, HYBRID: THEIRS_2}
 """Contenders and what they are compared with; all others are compared with ``THEIRS``."""
 
 
-@dataclass(frozen=True)
-class Work:
-    steps: int = 2
-    """Steps of a turn."""
-    rounds: int = 7
-    length: int = 512
-    """Limit of a sequence in tokens; the demo's have some tens."""
-    profiled: str = "32,64,128"
-
-
-QUICK = Work(steps=1, rounds=1, length=33, profiled="32")
-
-
-def config_file(model: Path, data: Path, work: Work, rounds: int, path: Path) -> Path:
-    """Options that ``mlx_lm.lora`` and ``shardmlx.train`` both take."""
-    options = {
-        "model": str(model), "data": str(data), "train": True, "fine_tune_type": "lora",
-        "num_layers": -1, "batch_size": 8, "max_seq_length": work.length, "optimizer": "adam",
-        "learning_rate": 1e-5, "seed": 0, "iters": work.steps * (rounds + 1),
-        "steps_per_report": work.steps, "val_batches": 1, "steps_per_eval": 10**9,
-        "save_every": 10**9, "adapter_path": str(path.with_suffix(".adapters")),
-        "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0},
+def mlx_lm_lora(
+    bench: Bench, name: str, options: Mapping[str, Any], *, threads: int = 1, bind: str = "core"
+) -> Contender:
+    """Return mlx_lm.lora with these options and those that all runs here have."""
+    path = bench.path(name).with_suffix(".yaml")
+    usual = {
+        "train": True, "num_layers": -1, "val_batches": 1, "steps_per_eval": NEVER,
+        "save_every": NEVER, "learning_rate": 1e-5, "adapter_path": str(path.with_suffix(".out")),
     }  # fmt: skip
-    path.write_text(yaml.safe_dump(options))
-    return path
+    path.write_text(yaml.safe_dump({**usual, **options}))
+    pin = pinned(0, bind) if threads == 1 else []
+    command = [*pin, sys.executable, *program("loops", "mlx-lm", "-c", path)]
+    return Contender(name, [command], environments=[environment(threads)])
 
 
-def contenders(
-    config: Path, model: Path, work: Work, rounds: int, options: argparse.Namespace
-) -> Iterator[Contender]:
-    """Start the contenders that were asked for, and always those to compare with."""
-
-    def theirs(name: str, threads: int) -> Contender:
-        program = ROOT / "scripts/bench/_mlx_lm_lora.py"
-        pin = pinned(0, options.bind) if threads == 1 else []
-        command = [*pin, sys.executable, str(program), "-c", str(config)]
-        return Contender(name, [command], environments=[environment(threads)])
-
-    def ours(name: str, ranks: int, threads: int = 1, **flags: object) -> Contender:
-        return training(
-            name,
-            {"config": config, **flags},
-            ranks=ranks,
-            steps=work.steps,
-            rounds=rounds,
-            directory=config.parent,
-            threads=threads,
-            bind=options.bind if ranks <= 2 and threads == 1 else "none",
-        )
-
-    def wanted(name: str) -> bool:
-        return not options.only or any(word in name for word in options.only)
-
-    yield theirs(THEIRS, 1)
-    yield ours(ONE, 1)
-    if wanted(PLAIN):
-        yield ours(PLAIN, 2)
-    if wanted(STAGES):
-        profile = config.with_suffix(".profile")
-        shapes = ["--rows", 1, "--lengths", work.profiled, "--config", config, "-o", profile]
-        run(mpirun(2, "-m", "shardmlx.profile", model, *shapes, bind=options.bind))
-        divided: dict[str, Any] = {
-            "partitioner": "balanced",
-            "profile": profile,
-            "micro_batch_size": 1,
-        }
-        for schedule in options.schedules.split(","):
-            yield ours(f"{STAGES}, {schedule}", 2, schedule=schedule, **divided)
-        yield ours(f"{STAGES}, 1f1b, packed", 2, schedule="1f1b", pack=True, **divided)
-    if wanted(REPLICAS):
-        yield ours(REPLICAS, 2, pipeline_stages=1)
-        yield ours(f"{REPLICAS}, packed", 2, pipeline_stages=1, pack=True)
-    if wanted(f"{ONE}, packed"):
-        yield ours(f"{ONE}, packed", 1, pack=True)
-    if wanted(HYBRID) and not options.quick:
-        yield theirs(THEIRS_2, 2)
-        yield ours(ONE_2, 1, threads=2)
-        yield ours(HYBRID, 4, pipeline_stages=2, micro_batch_size=1, schedule="1f1b")
+# LoRA
 
 
-def tokens_per_second(answers: Sequence[Any]) -> float:
-    return float(answers[0]["tokens_per_second"])
+def finetune(bench: Bench) -> None:
+    """LoRA of SmolLM2-135M: tokens/s of shardmlx.train against mlx_lm.lora on one rank.
 
+    The demo's model and data, float32, all layers, rank 8, Adam, batches of 8; one set of options
+    for all contenders, so that they take the same batches in the same order, and every round
+    compares the same tokens; a core and a BLAS thread for each process, or what the name says. By
+    turns:
 
-def table(speeds: Mapping[str, Sequence[float]]) -> Table:
+      mlx_lm.lora      one process, its own command, with OpenBLAS in front as our ranks have it
+      1 rank           shardmlx.train
+      2 ranks, plain   shardmlx.train as it is called without options of its own: what it chooses
+      2 ranks, ...     two pipeline stages, divided by what shardmlx.profile measures at the start;
+                       two replicas
+      ..., packed      the same with --pack, which pads nothing
+      2 x 2            two replicas of two stages: four ranks on two cores; against one rank, and
+                       mlx_lm.lora, on two threads
+
+    mlx_lm.lora makes one graph of a batch, compiled, and pads all its rows to the longest; with
+    stages a micro-batch is one row, padded by itself. Tokens are those that count in the loss, in
+    both. About a quarter of an hour on two cores.
+    """
+    found = in_turns(lora_contenders(bench), bench.rounds)
+    bench.keep(turns=found.turns)
+    speeds = found.of_rank_0("tokens_per_second")
     lines = []
     for name, own in speeds.items():
         base = BASES.get(name, THEIRS)
@@ -155,35 +88,151 @@ def table(speeds: Mapping[str, Sequence[float]]) -> Table:
             times = Spread.of_ratios(own, speeds[ONE_2])
             lines.append(("  the same", "", f"{times:.2f} x {ONE_2}", ""))
     header = ("what", "tokens/s, median (least-most)", "same batches", "goal")
-    return Table("LoRA of SmolLM2-135M", header, lines)
+    bench.show("LoRA of SmolLM2-135M", header, lines)
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="words of which a name must have one")
-    parser.add_argument(
-        "--schedules", default="1f1b,zb-h1,zb-v,interleaved-1f1b", help="of the two stages"
-    )
-    parser.add_argument("--bind", choices=("none", "core"), default="core", help="of the ranks")
-    options = parser.parse_args()
-    check_prepared()
-    work = QUICK if options.quick else Work()
-    if options.quick:
-        options.schedules = "1f1b"
-    rounds = options.rounds or work.rounds
-    facts = machine()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        model, data = SMOLLM2, PIRATE
-        if options.quick:
-            model = make_wide(directory / "model", hidden_size=64, vocab_size=512)
-            data = make_long_rows(directory / "data")
-        config = config_file(model, data, work, rounds, directory / "config.yaml")
-        with warmed_up(contenders(config, model, work, rounds, options)) as running:
-            turns = by_turns({each.name: each.turn for each in running}, rounds)
-    speeds = {name: list(map(tokens_per_second, answers)) for name, answers in turns.items()}
-    publish(options, facts, [table(speeds)], {"turns": turns})
+def lora_contenders(bench: Bench) -> Iterator[Contender]:
+    """Start the contenders that were asked for, and always those to compare with."""
+    model, data = make_both(bench) if bench.quick else (SMOLLM2, PIRATE)
+    steps = 1 if bench.quick else 2
+    bind = bench.options.bind
+    common: dict[str, Any] = {
+        "model": str(model), "data": str(data), "fine_tune_type": "lora", "num_layers": -1,
+        "batch_size": 8, "max_seq_length": 33 if bench.quick else 512, "optimizer": "adam",
+        "learning_rate": 1e-5, "seed": 0,
+        "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0},
+    }  # fmt: skip
+    theirs = {**common, "iters": steps * (bench.rounds + 1), "steps_per_report": steps}
+
+    def ours(name: str, ranks: int, threads: int = 1, **flags: object) -> Contender:
+        own = bind if ranks <= 2 and threads == 1 else "none"
+        given = {**common, **flags}
+        return training(bench, name, given, ranks=ranks, steps=steps, threads=threads, bind=own)
+
+    yield mlx_lm_lora(bench, THEIRS, theirs, bind=bind)
+    yield ours(ONE, 1)
+    if bench.wants("2 ranks, plain"):
+        yield ours("2 ranks, plain", 2)
+    if bench.wants(STAGES):
+        profile = measured_profile(bench, model, common)
+        divided: dict[str, Any] = {"partitioner": "balanced", "micro_batch_size": 1}
+        divided["profile"] = profile
+        for schedule in ["1f1b"] if bench.quick else bench.options.schedules.split(","):
+            yield ours(f"{STAGES}, {schedule}", 2, schedule=schedule, **divided)
+        yield ours(f"{STAGES}, 1f1b, packed", 2, schedule="1f1b", pack=True, **divided)
+    if bench.wants(REPLICAS):
+        yield ours(REPLICAS, 2, pipeline_stages=1)
+        yield ours(f"{REPLICAS}, packed", 2, pipeline_stages=1, pack=True)
+    if bench.wants(f"{ONE}, packed"):
+        yield ours(f"{ONE}, packed", 1, pack=True)
+    if bench.wants(HYBRID) and not bench.quick:
+        yield mlx_lm_lora(bench, THEIRS_2, theirs, threads=2)
+        yield ours(ONE_2, 1, threads=2)
+        yield ours(HYBRID, 4, pipeline_stages=2, micro_batch_size=1, schedule="1f1b")
 
 
-if __name__ == "__main__":
-    main()
+def measured_profile(bench: Bench, model: Path, options: Mapping[str, Any]) -> Path:
+    """Return what shardmlx.profile measures on two ranks."""
+    config, profile = bench.path("profile.yaml"), bench.path("profile.json")
+    config.write_text(yaml.safe_dump(dict(options)))
+    lengths = "32" if bench.quick else "32,64,128"
+    words = ["--rows", "1", "--lengths", lengths, "--config", str(config), "-o", str(profile)]
+    run(ranks_command(2, "-m", "shardmlx.profile", model, *words, bind=bench.options.bind))
+    return profile
+
+
+def add_finetune(parser: argparse.ArgumentParser) -> None:
+    schedules = "1f1b,zb-h1,zb-v,interleaved-1f1b"
+    parser.add_argument("--schedules", default=schedules, help="of the two stages")
+    add_bind(parser)
+
+
+# Long sequences
+
+WHOLE = {"attention_chunk": "off", "loss_chunk": "off", "recompute": "none"}
+TORCH, THEIRS_AGAIN = "torch 1f1b", "mlx_lm.lora --grad-checkpoint"
+
+WAYS = {
+    "off": WHOLE,
+    "pieces, none": {"recompute": "none"},
+    "pieces, selective": {"recompute": "selective"},
+    "pieces, full": {"recompute": "full"},
+    "off, full": {**WHOLE, "recompute": "full"},
+}
+"""Ours, by the pieces of attention and loss, and by what is computed again."""
+
+
+def long_texts(bench: Bench) -> None:
+    """Attention, head and loss in pieces: what long sequences take, beside torch and mlx_lm.lora.
+
+    A full fine-tune of the 8-layer, 512-wide model, steps of two rows, float32; two ranks with a
+    core and a BLAS thread each, 1F1B. By turns: both chunks off; in pieces;
+    torch.distributed.pipelining with scaled_dot_product_attention; mlx_lm.lora on one core, two
+    rows of which are a step. Peaks are of the largest process. Contenders keep their memory between
+    their turns, wherefore --only takes some at a time.
+
+    --torch is a Python that has torch: transformers, which mlx-lm imports, imports torch if it is
+    there, and then that counts as memory of all the others.
+    """
+    lengths = [64] if bench.quick else [int(each) for each in bench.options.lengths.split(",")]
+    model, data = make_both(bench, max_position_embeddings=2 * max(lengths))
+    for length in lengths:
+        found = in_turns(long_contenders(bench, length, model, data), bench.rounds)
+        bench.keep(**{f"{length} tokens": {"turns": found.turns, "summaries": found.summaries}})
+        seconds = {name: [seconds_of(each) for each in own] for name, own in found.turns.items()}
+        peaks = {name: found.peak(name, "process_peak_bytes") for name in seconds}
+        arrays = {name: found.peak(name, "peak_memory_bytes") for name in found.summaries}
+        base = next(iter(seconds))
+        lines = [
+            (
+                name,
+                mebibytes(peaks[name]),
+                f"{peaks[name] / peaks[base]:.2f}",
+                mebibytes(arrays[name]) if name in arrays else "",
+                f"{arrays[name] / arrays[base]:.2f}" if {name, base} <= arrays.keys() else "",
+                f"{Spread.of(own):.1f} s",
+                f"{Spread.of_ratios(own, seconds[base]):.2f}",
+            )
+            for name, own in seconds.items()
+        ]
+        header = ("what", "process peak MiB", "ratio", "arrays MiB", "ratio", "step")
+        bench.show(f"{length} tokens, ratios to {base}", (*header, "ratio by turns"), lines)
+
+
+def long_contenders(bench: Bench, length: int, model: Path, data: Path) -> Iterator[Contender]:
+    """Start the contenders that were asked for, with a step of two rows of this length."""
+    common = {
+        "model": str(model), "data": str(data), "fine_tune_type": "full", "optimizer": "adamw",
+        "max_seq_length": length + 1,
+    }  # fmt: skip
+    own = {**common, "num_layers": -1, "schedule": "1f1b"}
+    own |= {"batch_size": RANKS, "micro_batch_size": 1}
+    for name, how in bench.chosen(WAYS).items():
+        yield training(bench, name, {**own, **how})
+    python = torch_python(bench) if bench.wants(TORCH) else None
+    if python is not None:
+        shapes = {"rows": RANKS, "microbatches": RANKS, "length": length, "steps": 1}
+        layout = {"schedule": "1f1b", "sizes": "4,4"}
+        yield rival(bench, TORCH, "pipeline", {**shapes, **layout}, python=python, model=model)
+    for name in filter(bench.wants, (THEIRS, THEIRS_AGAIN)):
+        rows = {
+            "batch_size": 1, "grad_accumulation_steps": RANKS, "steps_per_report": RANKS,
+            "iters": RANKS * (bench.rounds + 1), "grad_checkpoint": name == THEIRS_AGAIN,
+        }  # fmt: skip
+        yield mlx_lm_lora(bench, name, {**common, **rows})
+
+
+def seconds_of(answers: Sequence[Any]) -> float:
+    """Return the seconds of a step of ``RANKS`` rows: mlx_lm.lora counts each as an iteration."""
+    if "iterations_per_second" in answers[0]:
+        return RANKS / float(answers[0]["iterations_per_second"])
+    return max(float(each["step_seconds"]) for each in answers)
+
+
+def add_long_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", default="2048,4096", help="tokens, with commas between")
+    add_torch(parser)
+
+
+FINETUNE = Benchmark("finetune", finetune, add_finetune, rounds=7, needs=[demo_lacks])
+LONG_TEXTS = Benchmark("long-texts", long_texts, add_long_texts, rounds=3, needs=[demo_lacks])

@@ -1,13 +1,4 @@
-#!/usr/bin/env python3
-"""Generate with mlx-lm in one process, by its own pipeline, and through our stages, by turns.
-
-mlx-lm is called as ``mlx_lm.benchmark`` calls it, its pipeline as ``mlx_lm.benchmark --pipeline``
-does, over MLX's ring. Every process has one core and one BLAS thread; random prompts; no text ends
-before its time.
-
-mlx-lm's pipeline knows few families, and Llama is none of them: SmolLM2 is written down again as a
-Qwen2, whose biases are zero, and all compute that.
-"""
+"""Generation through our stages, beside mlx-lm. As a program, a process that generates."""
 
 from __future__ import annotations
 
@@ -17,14 +8,29 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from _compare import Spread, Table, environment, machine, mpirun, parser_of, publish
-from _models import SMOLLM2
-from _turns import Contender, Turns, warmed_up
+from scripts.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Spread,
+    as_flags,
+    environment,
+    own_core,
+    program,
+)
+from scripts.bench.trained import PATIENCE, SMOLLM2
+from scripts.bench.turns import Contender, Turns, warmed_up
+from shardmlx.common.environment import launched_rank, prepare
+from shardmlx.distributed.run_ranks import connect
+from testbed.jobs import ranks_command
+
+if TYPE_CHECKING:
+    from shardmlx.distributed.transport import Transport
+    from shardmlx.inference.stage import StageWorker
 
 ONE, THEIRS, OURS = "mlx-lm", "its pipeline", "two stages"
 LONG_PROMPT = 1024
@@ -33,7 +39,12 @@ BATCH = 8
 BATCH_PROMPTS = (256, LONG_PROMPT)
 
 
-def prompts(count: int, length: int, vocabulary: int = 40_000) -> list[list[int]]:
+Times = dict[str, float]
+Work = Callable[[list[list[int]], int], Times]
+"""Function of (prompts, tokens of each answer): seconds until all first tokens, and in all."""
+
+
+def random_prompts(count: int, length: int, vocabulary: int = 40_000) -> list[list[int]]:
     """Random token ids, the same in all processes."""
     state = 12345
     rows = []
@@ -46,60 +57,51 @@ def prompts(count: int, length: int, vocabulary: int = 40_000) -> list[list[int]
     return rows
 
 
-Times = dict[str, float]
-Work = Callable[[list[list[int]], int], Times]
-"""Function of (prompts, tokens of each answer): seconds until all first tokens, and in all."""
+# A process that generates
 
 
 def serve(work: Work, turns: Turns) -> None:
     """Warm up, then do what is asked for, until nothing is."""
     for count, length, tokens in ((1, 200, 8), (2, 40, 4)):
-        work(prompts(count, length), tokens)
-    turns.answer(None)
-    while (asked := turns.rest()) is not None:
-        count, length, tokens = asked
-        turns.answer(work(prompts(count, length), tokens))
-    turns.answer(None)
+        work(random_prompts(count, length), tokens)
+    turns.serve(lambda count, length, tokens: work(random_prompts(count, length), tokens))
 
 
-def own_core(rank: int) -> None:
-    """Bind this process to a core, where the system allows it."""
-    if sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
-def mlx_lm(model_path: str, *, pipeline: bool) -> None:
+class Plain:
     """mlx-lm: one text by ``generate_step``, more by ``BatchGenerator``."""
-    from shardmlx.common.environment import prepare
 
-    rank = int(os.environ.get("MLX_RANK", "0"))
-    own_core(rank)
-    prepare()
-    import mlx.core as mx
-    from mlx_lm import load
-    from mlx_lm.generate import BatchGenerator, generate_step
-    from mlx_lm.utils import sharded_load
+    def __init__(self, model_path: str, *, pipeline: bool) -> None:
+        import mlx.core as mx
+        from mlx_lm import load
+        from mlx_lm.utils import sharded_load
 
-    if pipeline:
-        model, _ = sharded_load(model_path, mx.distributed.init(backend="ring"))
-    else:
-        model, _ = load(model_path)
+        if pipeline:
+            self._model, _ = sharded_load(model_path, mx.distributed.init(backend="ring"))
+        else:
+            self._model, _ = load(model_path)
 
-    def one(prompt: list[int], tokens: int) -> Times:
+    def work(self, rows: list[list[int]], tokens: int) -> Times:
+        """Answer prompts with so many tokens each."""
+        return self._one(rows[0], tokens) if len(rows) == 1 else self._several(rows, tokens)
+
+    def _one(self, prompt: list[int], tokens: int) -> Times:
+        import mlx.core as mx
+        from mlx_lm.generate import generate_step
+
         start = time.perf_counter()
         first = 0.0
-        for i, _ in enumerate(generate_step(mx.array(prompt), model, max_tokens=tokens)):
+        steps = generate_step(mx.array(prompt), self._model, max_tokens=tokens)
+        for i, _ in enumerate(steps):
             first = first or time.perf_counter() - start
             if i + 1 == tokens:
                 break
         return {"first": first, "all": time.perf_counter() - start}
 
-    def work(rows: list[list[int]], tokens: int) -> Times:
-        if len(rows) == 1:
-            return one(rows[0], tokens)
+    def _several(self, rows: list[list[int]], tokens: int) -> Times:
+        from mlx_lm.generate import BatchGenerator
+
         start = time.perf_counter()
-        generator = BatchGenerator(model, stop_tokens=[])
+        generator = BatchGenerator(self._model, stop_tokens=[])
         generator.insert(rows, [tokens] * len(rows))
         seen: set[int] = set()
         first = 0.0
@@ -110,44 +112,45 @@ def mlx_lm(model_path: str, *, pipeline: bool) -> None:
         generator.close()
         return {"first": first, "all": time.perf_counter() - start}
 
-    serve(work, Turns(rank))
+
+def loaded_stage(transport: Transport, model: Any, sizes: Sequence[int] | None) -> StageWorker:
+    """Return this rank's stage of a model, whose last one has the rest of the layers; without
+    ``sizes`` they are even."""
+    from shardmlx.inference.kv_caches import KVCaches
+    from shardmlx.inference.sampler import BatchSampler
+    from shardmlx.inference.stage import StageWorker
+    from shardmlx.models.runtime.slice import Slice
+
+    layers = len(model.layers)
+    before = list(sizes or [layers // transport.size] * transport.size)[:-1]
+    borders = [sum(before[:i]) for i in range(transport.size)] + [layers]
+    part = Slice(model, borders[transport.rank], borders[transport.rank + 1])
+    part.load()
+    transport.barrier()
+    return StageWorker(transport, part, KVCaches(part.new_caches), BatchSampler(0))
 
 
 def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     """Generate with this project, on the ranks that mpirun has started."""
-    from shardmlx.common.environment import launched_rank, prepare
-
-    own_core(launched_rank())
-    prepare()
-    from shardmlx.inference.kv_caches import KVCaches
     from shardmlx.inference.later_stage import LaterStage
+    from shardmlx.loading.build import build_to_generate
+
+    with connect(PATIENCE) as transport:
+        model = build_to_generate(Path(model_path), dtype=None, adapter_path=None, seed=0)
+        worker = loaded_stage(transport, model, sizes)
+        if transport.rank > 0:
+            LaterStage(worker).run()
+        else:
+            answer_all(worker, chunk)
+
+
+def answer_all(worker: StageWorker, chunk: int) -> None:
+    """Answer what is asked for, as the first stage."""
     from shardmlx.inference.pipeline import FirstStage
-    from shardmlx.inference.sampler import BatchSampler
     from shardmlx.inference.sampling_params import SamplingParams
     from shardmlx.inference.scheduler import Scheduler
-    from shardmlx.inference.stage import StageWorker
-    from shardmlx.loading.build import build_to_generate
-    from shardmlx.models.runtime.slice import Slice
 
-    from shardmlx.distributed import mpi  # isort: skip
-
-    transport = mpi.MPITransport(600.0)
-    model = build_to_generate(Path(model_path), dtype=None, adapter_path=None, seed=0)
-    layers = len(model.layers)
-    if sizes is None:
-        sizes = [layers // transport.size] * (transport.size - 1)
-        sizes = [*sizes, layers - sum(sizes)]
-    start = sum(sizes[: transport.rank])
-    part = Slice(model, start, start + sizes[transport.rank])
-    part.load()
-    transport.barrier()
-    worker = StageWorker(transport, part, KVCaches(part.new_caches), BatchSampler(0))
-    if transport.rank > 0:
-        LaterStage(worker).run()
-        transport.close()
-        return
-    scheduler = Scheduler(transport.size, BATCH, chunk)
-    first_stage = FirstStage(worker, scheduler)
+    first_stage = FirstStage(worker, Scheduler(worker.transport.size, BATCH, chunk))
     numbers = iter(range(10**9))
 
     def work(rows: list[list[int]], tokens: int) -> Times:
@@ -167,15 +170,38 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
                 first = time.perf_counter() - begin
         return {"first": first, "all": time.perf_counter() - begin}
 
-    serve(work, Turns(transport.rank))
+    serve(work, Turns(0))
     first_stage.stop()
-    transport.close()
+
+
+def generate() -> None:
+    """Generate as a contender, in the place that ``--as`` names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", choices=("one", "ring", "stages"))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--chunk", type=int, required=True)
+    parser.add_argument("--sizes")
+    options = parser.parse_args()
+    rank = int(os.environ.get("MLX_RANK", launched_rank()))
+    own_core(rank)
+    prepare()
+    if options.place == "stages":
+        stages(options.model, options.chunk, sizes_of(options.sizes))
+    else:
+        plain = Plain(options.model, pipeline=options.place == "ring")
+        serve(plain.work, Turns(rank))
+
+
+def sizes_of(text: str | None) -> list[int] | None:
+    """Return the layers of each stage, of ``17,13``."""
+    return [int(size) for size in text.split(",")] if text else None
+
+
+# The benchmark
 
 
 def as_qwen2(source: Path) -> Path:
     """Write a Llama with tied embeddings as a Qwen2 that computes the same, beside ``source``."""
-    from shardmlx.common.environment import prepare
-
     prepare()
     import mlx.core as mx
 
@@ -205,33 +231,33 @@ def as_qwen2(source: Path) -> Path:
     return target
 
 
-def ring(ranks: int, directory: str) -> list[dict[str, str]]:
+def ring(ranks: int, directory: Path) -> list[dict[str, str]]:
     """Return the environment of MLX's ring backend on each rank, as ``mlx.launch`` sets it."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(ranks)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
-    path = Path(directory) / "ring.json"
+    path = directory / "ring.json"
     path.write_text(json.dumps(hosts))
     return [{"MLX_HOSTFILE": str(path), "MLX_RANK": str(rank)} for rank in range(ranks)]
 
 
-def contenders(options: argparse.Namespace, directory: str) -> Iterator[Contender]:
-    model = as_qwen2(options.model)
-    own = [str(Path(__file__).resolve()), "--model", str(model), "--chunk", options.chunk]
-    if options.sizes:
-        own += ["--sizes", options.sizes]
-    ranks = options.ranks
-    plain = [sys.executable, *own, "--as"]
-    yield Contender(ONE, [[*plain, "one"]], environments=[environment()])
+def contenders(bench: Bench) -> Iterator[Contender]:
+    """Start mlx-lm in one process, its pipeline, and our stages."""
+    options, ranks = bench.options, bench.options.ranks
+    given = {"model": as_qwen2(options.model), "chunk": options.chunk}
+    own = as_flags({**given, "sizes": options.sizes} if options.sizes else given)
+    plain = [sys.executable, *program("generation")]
+    yield Contender(ONE, [[*plain, "one", *own]], environments=[environment()])
     yield Contender(
         THEIRS,
-        [[*plain, "ring"]] * ranks,
+        [[*plain, "ring", *own]] * ranks,
         ranks=ranks,
-        environments=[{**environment(), **each} for each in ring(ranks, directory)],
+        environments=[{**environment(), **each} for each in ring(ranks, bench.directory)],
     )
-    yield Contender(OURS, [mpirun(ranks, *own, "--as", "stages")], environments=[environment()])
+    command = ranks_command(ranks, *program("generation", "stages", *own))
+    yield Contender(OURS, [command], environments=[environment()])
 
 
 Cases = dict[str, tuple[tuple[int, int, int], Callable[[Times], float]]]
@@ -256,38 +282,38 @@ def batch_cases(prompt: int, tokens: int) -> Cases:
     }
 
 
-def groups_of_cases(tokens: int) -> list[Cases]:
-    """Return the contenders in the order of --only."""
-    prefill: Cases = {
+def cases_of(tokens: int) -> Cases:
+    """Return all cases, with answers of so many tokens."""
+    cases: Cases = {
         f"prefill of {LONG_PROMPT} tokens": (
             (1, LONG_PROMPT, 1),
             lambda t: LONG_PROMPT / t["first"],
-        )
-    }
-    decode: Cases = {
+        ),
         "decode of one sequence": (
             (1, SHORT_PROMPT, tokens),
             lambda t: (tokens - 1) / (t["all"] - t["first"]),
-        )
+        ),
     }
-    return [prefill, decode, *(batch_cases(prompt, tokens) for prompt in BATCH_PROMPTS)]
+    for prompt in BATCH_PROMPTS:
+        cases |= batch_cases(prompt, tokens)
+    return cases
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of each case: of each contender, in the rounds."""
-    groups = groups_of_cases(options.tokens)
-    only = options.only.split(",") if options.only else None
-    chosen: Cases = {}
-    for number, group in enumerate(groups):
-        if only is None or str(number) in only:
-            chosen |= group
+def generation(bench: Bench) -> None:
+    """Generate with mlx-lm in one process, by its own pipeline, and through our stages, by turns.
+
+    mlx-lm is called as ``mlx_lm.benchmark`` calls it, its pipeline as ``mlx_lm.benchmark
+    --pipeline`` does, over MLX's ring. Every process has one core and one BLAS thread; random
+    prompts; no text ends before its time. Cases that are parts of another need that one.
+
+    mlx-lm's pipeline knows few families, and Llama is none of them: SmolLM2 is written down again
+    as a Qwen2, whose biases are zero, and all compute that.
+    """
+    chosen = bench.chosen(cases_of(8 if bench.quick else bench.options.tokens))
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in chosen}
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        warmed_up(contenders(options, directory)) as everyone,
-    ):
+    with warmed_up(contenders(bench)) as everyone:
         last: dict[str, Times] = {}
-        for _ in range(options.rounds):
+        for _ in range(bench.rounds):
             for name, (work, rate) in chosen.items():
                 for each in everyone:
                     if work[2]:
@@ -295,59 +321,34 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                     rates[name].setdefault(each.name, []).append(rate(last[each.name]))
         for each in everyone:
             each.turn(None)
-    return rates
+    bench.keep(tokens_per_second=rates)
+    lines = [(name, *rate_cells(of)) for name, of in rates.items()]
+    bench.show("Tokens per second", ("", ONE, THEIRS, "", OURS, ""), lines)
 
 
-def table_of(rates: Mapping[str, Mapping[str, Sequence[float]]]) -> Table:
-    """Medians, and what two stages are of mlx-lm's one process, round by round."""
-    return Table(
-        "Tokens per second",
-        ("", ONE, THEIRS, "", OURS, ""),
-        [
-            (
-                name,
-                f"{Spread.of(of[ONE]).median:.1f}",
-                *(
-                    cell
-                    for other in (THEIRS, OURS)
-                    for cell in (
-                        f"{Spread.of(of[other]).median:.1f}",
-                        f"{Spread.of_ratios(of[other], of[ONE]):.2f}",
-                    )
-                ),
-            )
-            for name, of in rates.items()
-        ],
-    )
+def rate_cells(of: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return medians, and what two contenders are of mlx-lm's one process, round by round."""
+    cells = [f"{Spread.of(of[ONE]).median:.1f}"]
+    for other in (THEIRS, OURS):
+        ratio = Spread.of_ratios(of[other], of[ONE])
+        cells += [f"{Spread.of(of[other]).median:.1f}", f"{ratio:.2f}"]
+    return cells
 
 
-def main() -> None:
-    parser = parser_of(__doc__ or "")
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model, and how it is divided."""
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="of each answer")
-    parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
-    parser.add_argument(
-        "--only", help="0: prefill, 1: decode, 2, 3: several sequences; with commas between"
-    )
-    parser.add_argument(
-        "--as", dest="role", choices=("one", "ring", "stages"), help=argparse.SUPPRESS
-    )
-    options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 5)
-    options.tokens = options.tokens or (8 if options.quick else 48)
-    model = str(options.model)
-    if options.role == "stages":
-        sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else None
-        stages(model, options.chunk, sizes)
-    elif options.role:
-        mlx_lm(model, pipeline=options.role == "ring")
-    else:
-        facts = machine()
-        rates = measure(options)
-        publish(options, facts, [table_of(rates)], {"tokens_per_second": rates})
 
+
+def add_generation(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a prompt at a time")
+
+
+GENERATION = Benchmark("generation", generation, add_generation, rounds=5)
 
 if __name__ == "__main__":
-    main()
+    generate()

@@ -1,35 +1,27 @@
-"""How far predictions are from what is measured: memory of every rank, and time of a step.
-
-    python scripts/bench/prediction.py [--peaks] [--only WORD ...] [--json FILE]
-
-Real runs of ``mpirun -n 2 python -m shardmlx.train``: SmolLM2 and an 8-layer, 512-wide model, LoRA
-and full, every schedule. ``shardmlx.profile`` measures each model and kind of training first, on
-both ranks at once. The prediction is that of ``train`` itself, from its metrics file. Run it on a
-machine that does nothing else: about 25 minutes on two cores.
-
-``--peaks`` measures memory alone: the 8-layer model in equal halves, 1F1B, by length, vocabulary
-what is computed again, and whether attention and loss are computed in pieces.
-"""
+"""How far predictions are from what is measured on two ranks."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
+from typing import Any
 
-from _compare import mpirun, run
-from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
-from _training import as_words, events_of
-
-from shardmlx.common.formatting import columns
+from scripts.bench.benchmark import Bench, Benchmark, beside, run
+from scripts.bench.trained import (
+    SMOLLM2,
+    as_words,
+    demo_lacks,
+    make_long_rows,
+    make_wide,
+    of_kind,
+    trained,
+)
 from shardmlx.common.units import MIB
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, RECOMPUTE
 from shardmlx.pipeline.schedules import SCHEDULES
+from testbed.jobs import ranks_command
 
 STEPS, WINDOW = 6, 2
 """Steps of a run, and those that are reported together. The first report is warm-up; of the
@@ -51,16 +43,15 @@ class Work:
     chunk: str = AUTO
     """Pieces of attention and of the loss: auto or off."""
 
-    def words(self, data: Path, directory: Path) -> list[str]:
-        """Return the options as words of ``train``, some of them in a file in ``directory``."""
-        options = {
+    @property
+    def options(self) -> dict[str, object]:
+        """Return the options of ``train``; one token more is a target only."""
+        return {
             "fine_tune_type": self.fine_tune_type, "num_layers": -1, "optimizer": "adamw",
             "batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size,
-            # One token more: the last is a target only.
-            "max_seq_length": self.length + 1, "data": data, "recompute": self.recompute,
+            "max_seq_length": self.length + 1, "recompute": self.recompute,
             "attention_chunk": self.chunk, "loss_chunk": self.chunk,
         }  # fmt: skip
-        return as_words(options, directory / "options.yaml")
 
 
 @dataclass(frozen=True)
@@ -96,33 +87,19 @@ PEAKS = [
 ]
 
 
-def run_ranks(arguments: Sequence[object]) -> None:
-    run(mpirun(2, "-m", *arguments))
-
-
 def measure(
+    bench: Bench,
     work: Work,
     schedule: str,
-    model: Path,
-    data: Path,
-    directory: Path,
-    *more: object,
+    options: dict[str, object],
     steps: int = STEPS,
     window: int = WINDOW,
 ) -> Result:
-    """One run, and what it predicted of itself."""
-    metrics = directory / "metrics.jsonl"
-    run_ranks(
-        [
-            "shardmlx.train", "--model", model, *work.words(data, directory),
-            "--schedule", schedule, "--iters", steps, "--steps-per-report", window,
-            "--val-batches", 0, "--adapter-path", directory / "out", "--metrics-file", metrics,
-            *more,
-        ]
-    )  # fmt: skip
-    events = events_of(metrics)
-    seconds = [event["step_seconds"] for event in events if event["event"] == "train"]
-    summary = events[-1]
+    """Return what a run took, and what it predicted of itself."""
+    how = {"schedule": schedule, "iters": steps, "steps_per_report": window, "val_batches": 0}
+    told = trained(bench, "run", {**work.options, **how, **options})
+    seconds = [event["step_seconds"] for event in of_kind(told, "train")]
+    summary = told[-1]
     predicted = summary["predicted"]
     return Result(
         work=work,
@@ -136,18 +113,18 @@ def measure(
 
 
 def line(result: Result) -> tuple[str, ...]:
-    """One row of the table."""
+    """Return a row of the table."""
     work = result.work
-    seconds, predicted = result.step_seconds, result.predicted_step_seconds
-    cells = [
+    predicted = result.predicted_step_seconds
+    return (
         f"{work.model} {work.fine_tune_type}",
         result.schedule,
         "/".join(map(str, result.layers)),
         f"{predicted:.3f} s",
-        f"{seconds:.3f} s",
-        f"{100 * (predicted / seconds - 1):+.1f}%",
-    ]
-    return (*cells, *peak_cells(result))
+        f"{result.step_seconds:.3f} s",
+        beside(result.step_seconds, predicted),
+        *peak_cells(result),
+    )
 
 
 def peak_cells(result: Result) -> list[str]:
@@ -158,13 +135,13 @@ def peak_cells(result: Result) -> list[str]:
         for cell in (
             f"{expected / MIB:.0f} MiB",
             f"{peak / MIB:.0f} MiB",
-            f"{100 * (expected / peak - 1):+.1f}%",
+            beside(peak, expected),
         )
     ]
 
 
 def peak_line(result: Result) -> tuple[str, ...]:
-    """One row of the table of ``--peaks``."""
+    """Return a row of the table of peaks."""
     work = result.work
     return (
         str(work.length),
@@ -177,82 +154,64 @@ def peak_line(result: Result) -> tuple[str, ...]:
     )
 
 
-HEADER_OF_PEAKS = (
-    "rank 0 predicted", "measured", "error", "rank 1 predicted", "measured", "error",
-)  # fmt: skip
-HEADER = (
-    "work", "schedule", "layers", "step predicted", "measured", "error", *HEADER_OF_PEAKS,
-)  # fmt: skip
-HEADER_OF_LENGTHS = (
-    "tokens", "vocabulary", "tuning", "recompute", "pieces", *HEADER_OF_PEAKS, "step",
-)  # fmt: skip
+RANKS = ("rank 0 predicted", "measured", "error", "rank 1 predicted", "measured", "error")
 
 
-def compare_all(only: Sequence[str], data: Path, directory: Path) -> list[Result]:
-    """Run every work in every schedule, each work after its profile."""
+def prediction(bench: Bench) -> None:
+    """How far predictions are from what is measured: memory of every rank, and time of a step.
+
+    Real runs of ``mpirun -n 2 python -m shardmlx.train``: SmolLM2 and an 8-layer, 512-wide model,
+    LoRA and full, every schedule. ``shardmlx.profile`` measures each model and kind of training
+    first, on both ranks at once. The prediction is that of ``train`` itself, from its metrics file.
+    Run it on a machine that does nothing else: about 25 minutes on two cores.
+    """
+    data = make_long_rows(bench.directory / "data")
+    models = {"smollm2": SMOLLM2, "wide": make_wide(bench.directory / "wide")}
     results = []
-    models = {"smollm2": SMOLLM2, "wide": make_wide(directory / "wide")}
     for work in WORKS:
         named = f"{work.model} {work.fine_tune_type}"
-        schedules = [each for each in SCHEDULES if has_words(f"{named} {each}", only)]
+        schedules = [each for each in SCHEDULES if bench.wants(f"{named} {each}")]
         if not schedules:
             continue
-        model, profile = models[work.model], directory / "profile.json"
-        print(f"profile of {work.model}, {work.fine_tune_type} ...", flush=True)
-        run_ranks(
-            [
-                "shardmlx.profile", model, *work.words(data, directory), "-o", profile,
-                "--rows", work.micro_batch_size,
-                "--lengths", f"{work.length // 2},{work.length}",
-            ]
-        )  # fmt: skip
-        more = ("--partitioner", "balanced", "--profile", profile)
-        for schedule in schedules:
-            results.append(measure(work, schedule, model, data, directory, *more))
-            print("  ".join(line(results[-1])), flush=True)
-    return results
+        given = {"model": models[work.model], "data": data}
+        profile = bench.path("profile.json")
+        words = as_words({**work.options, "data": data}, bench.path("profile.yaml"))
+        words += ["--rows", str(work.micro_batch_size), "-o", str(profile)]
+        words += ["--lengths", f"{work.length // 2},{work.length}"]
+        run(ranks_command(2, "-m", "shardmlx.profile", models[work.model], *words))
+        how = {**given, "partitioner": "balanced", "profile": profile}
+        for schedule in schedules[:1] if bench.quick else schedules:
+            results.append(measure(bench, work, schedule, how))
+            bench.say("  ".join(line(results[-1])))
+    bench.keep(results=list(map(asdict, results)))
+    header = ("work", "schedule", "layers", "step predicted", "measured", "error", *RANKS)
+    bench.show("Predicted and measured", header, list(map(line, results)))
 
 
-def compare_peaks(only: Sequence[str], data: Path, directory: Path) -> list[Result]:
-    """Run the work of ``PEAKS``."""
+def peaks(bench: Bench) -> None:
+    """How far predictions of memory are from what is measured: by length, vocabulary and pieces.
+
+    The 8-layer model in equal halves, 1F1B, by length, vocabulary, what is computed again, and
+    whether attention and loss are computed in pieces. Predictions are made without a profile.
+    """
+    data = make_long_rows(bench.directory / "data", characters=40_000)
     results = []
     for work in PEAKS:
-        named = (
-            f"T{work.length} V{work.vocabulary} {work.fine_tune_type} {work.recompute} {work.chunk}"
-        )
-        if has_words(named, only):
-            model = directory / f"wide-{work.vocabulary}"
+        tune = f"{work.fine_tune_type} {work.recompute} {work.chunk}"
+        if bench.wants(f"T{work.length} V{work.vocabulary} {tune}"):
+            model = bench.path(f"wide-{work.vocabulary}")
             if not model.exists():
-                make_wide(model, vocab_size=work.vocabulary, max_position_embeddings=8192)
-            even = ("--partitioner", "uniform")
-            results.append(measure(work, "1f1b", model, data, directory, *even, steps=2, window=1))
-            print("  ".join(peak_line(results[-1])), flush=True)
-    return results
+                sizes: dict[str, Any] = {"max_position_embeddings": 8192}
+                make_wide(model, vocab_size=work.vocabulary, **sizes)
+            how: dict[str, object] = {"model": model, "data": data, "partitioner": "uniform"}
+            results.append(measure(bench, work, "1f1b", how, steps=2, window=1))
+            bench.say("  ".join(peak_line(results[-1])))
+            if bench.quick:
+                break
+    bench.keep(results=list(map(asdict, results)))
+    header = ("tokens", "vocabulary", "tuning", "recompute", "pieces", *RANKS, "step")
+    bench.show("Predicted and measured peaks", header, list(map(peak_line, results)))
 
 
-def has_words(named: str, words: Sequence[str]) -> bool:
-    """Return whether every word is one of the name's."""
-    return set(words) <= set(named.split())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peaks", action="store_true", help="memory by length and vocabulary")
-    parser.add_argument("--only", nargs="*", default=[], help="words that a row must contain")
-    parser.add_argument("--json", help="write the numbers here")
-    options = parser.parse_args()
-    check_prepared()
-    compare: Callable[[Sequence[str], Path, Path], list[Result]]
-    compare, header, cells = compare_all, HEADER, line
-    if options.peaks:
-        compare, header, cells = compare_peaks, HEADER_OF_LENGTHS, peak_line
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        results = compare(options.only, make_long_rows(directory / "data"), directory)
-    print("\n" + columns(header, [cells(result) for result in results]))
-    if options.json:
-        Path(options.json).write_text(json.dumps(list(map(asdict, results)), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+PREDICTION = Benchmark("prediction", prediction, needs=[demo_lacks])
+OF_PEAKS = Benchmark("peaks", peaks, needs=[demo_lacks])

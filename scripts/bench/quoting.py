@@ -1,12 +1,4 @@
-#!/usr/bin/env python3
-"""Answers that quote their prompt: two stages with --draft lookup, and without; mlx-lm's drafts.
-
-Forty tasks copy, edit, extract or list passages of the documentation and functions of the
-code; two questions quote nothing. Greedy, by turns: two stages have a core each and one BLAS
-thread, mlx-lm has one core, and a second copy of the model drafts, since there is no smaller one
-with this tokenizer. Each answer begins with drafts that have proved nothing yet, as that of
-``generate`` does.
-"""
+"""Answers that quote their prompt, with drafts by lookup. As a program, a process that answers."""
 
 from __future__ import annotations
 
@@ -20,10 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _compare import ROOT, Spread, Table, environment, machine, mpirun, parser_of, publish
-from _models import SMOLLM2
-from _turns import Contender, Turns, warmed_up
-from generation import own_core
+from scripts.bench.benchmark import (
+    Bench,
+    Benchmark,
+    Spread,
+    as_flags,
+    environment,
+    own_core,
+    program,
+)
+from scripts.bench.trained import SMOLLM2
+from scripts.bench.turns import Contender, Turns, warmed_up
+from shardmlx.common.environment import launched_rank, prepare
+from testbed.jobs import ROOT, ranks_command
 
 THEIRS, PLAIN, LOOKUP = "mlx-lm, drafts", "two stages", "with lookup"
 QUOTING, FREE = "quoting", "free"
@@ -97,21 +98,11 @@ Work = Callable[[str, bool, int], Answer]
 """Function of (prompt, whether to draft, tokens at most)."""
 
 
-def serve(work: Work, turns: Turns) -> None:
-    """Warm up, then do what is asked for, until nothing is."""
-    work("Hello", True, 8)
-    turns.answer(None)
-    while (asked := turns.rest()) is not None:
-        turns.answer(vars(work(*asked)))
-    turns.answer(None)
+# A process that answers
 
 
 def mlx_lm(model_path: str, drafted: int) -> None:
     """mlx-lm in one process, with a second copy of the model that drafts."""
-    own_core(0)
-    from shardmlx.common.environment import prepare
-
-    prepare()
     from mlx_lm import load, stream_generate
 
     model, tokenizer, *_ = load(model_path)
@@ -133,15 +124,12 @@ def mlx_lm(model_path: str, drafted: int) -> None:
             times.append(time.perf_counter())
         return Answer(tokens, times[-1] - times[0])
 
-    serve(work, Turns(0))
+    work("Hello", True, 8)
+    Turns(0).serve(lambda *asked: vars(work(*asked)))
 
 
 def stages(model_path: str, tokens: int) -> None:
     """Two stages, on the ranks that mpirun has started."""
-    from shardmlx.common.environment import launched_rank, prepare
-
-    own_core(launched_rank())
-    prepare()
     import shardmlx
     from shardmlx.common.reporter import Reporter
     from shardmlx.config.inference import LOOKUP as BY_LOOKUP
@@ -182,41 +170,60 @@ def stages(model_path: str, tokens: int) -> None:
                         first_stage.finish(number)
             return Answer(tokens, answer.last - answer.first, str(counts) if drafts else "")
 
-        serve(work, Turns(0))
+        work("Hello", True, 8)
+        Turns(0).serve(lambda *asked: vars(work(*asked)))
         first_stage.stop()
 
     with shardmlx.connect() as transport:
         run_inference(transport, Reporter(quiet=True), lead)
 
 
-def contenders(options: argparse.Namespace) -> Iterator[Contender]:
-    own = [str(Path(__file__).resolve()), "--model", str(options.model), "--as"]
-    more = ["--drafted", options.drafted, "--tokens", options.tokens]
-    yield Contender(PLAIN, [mpirun(2, *own, "stages", *more)], environments=[environment()])
+def answer() -> None:
+    """Answer as a contender."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", choices=("one", "stages"))
+    add_quoting(parser)
+    options = parser.parse_args()
+    own_core(launched_rank())
+    prepare()
+    if options.place == "stages":
+        stages(str(options.model), options.tokens)
+    else:
+        mlx_lm(str(options.model), options.drafted)
+
+
+# The benchmark
+
+
+def contenders(bench: Bench, tokens: int) -> Iterator[Contender]:
+    """Start two stages, and mlx-lm unless it is to be left out."""
+    options = bench.options
+    own = as_flags({"model": options.model, "drafted": options.drafted, "tokens": tokens})
+    command = ranks_command(2, *program("quoting", "stages", *own))
+    yield Contender(PLAIN, [command], environments=[environment()])
     if not options.no_mlx_lm:
-        one = [sys.executable, *own, "one", *map(str, more)]
+        one = [sys.executable, *program("quoting", "one", *own)]
         yield Contender(THEIRS, [one], environments=[environment()])
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def measure(bench: Bench) -> dict[str, list[dict[str, Any]]]:
     """Return the answers of each contender to each task, in the rounds."""
-    asked = [task for task in tasks() if task[0] in options.only][:: 10 if options.quick else 1]
+    tokens = 16 if bench.quick else bench.options.tokens
+    asked = [task for task in tasks() if bench.wants(task[0])][:: 10 if bench.quick else 1]
     found: dict[str, list[dict[str, Any]]] = {PLAIN: [], LOOKUP: [], THEIRS: []}
-    with warmed_up(contenders(options)) as everyone:
+    with warmed_up(contenders(bench, tokens)) as everyone:
         ours, *theirs = everyone
-        for _ in range(options.rounds):
+        for _ in range(bench.rounds):
             for kind, prompt in asked:
                 turns = [(PLAIN, ours, False), (LOOKUP, ours, True)]
                 turns += [(THEIRS, each, True) for each in theirs]
                 for name, each, drafts in turns:
-                    answer = each.turn((prompt, drafts, options.tokens))[0]
+                    answer = each.turn((prompt, drafts, tokens))[0]
                     found[name].append({"kind": kind, "prompt": prompt, **answer})
                 plain, lookup = found[PLAIN][-1], found[LOOKUP][-1]
-                print(
+                bench.say(
                     f"{kind} {len(found[PLAIN])}: {plain['seconds'] / lookup['seconds']:.2f} x, "
-                    f"{len(plain['tokens'])} tokens; {lookup['drafts']}",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{len(plain['tokens'])} tokens; {lookup['drafts']}"
                 )
         for each in everyone:
             each.turn(None)
@@ -251,29 +258,32 @@ def row(kind: str, found: Mapping[str, Sequence[Mapping[str, Any]]], name: str) 
     ]
 
 
-def main() -> None:
-    parser = parser_of(__doc__ or "")
+def quoting(bench: Bench) -> None:
+    """Answers that quote their prompt: two stages with --draft lookup and without, and mlx-lm.
+
+    Forty tasks copy, edit, extract or list passages of the documentation and functions of the code;
+    two questions quote nothing. Greedy, by turns: two stages have a core each and one BLAS thread,
+    mlx-lm has one core, and a second copy of the model drafts, since there is no smaller one with
+    this tokenizer. Each answer begins with drafts that have proved nothing yet, as that of
+    ``generate`` does. --only quoting or free selects tasks.
+    """
+    found = measure(bench)
+    bench.keep(answers=found)
+    others = [name for name in (PLAIN, THEIRS) if found[name]]
+    kinds = dict.fromkeys(each["kind"] for each in found[PLAIN])
+    lines = [row(kind, found, name) for kind in kinds for name in others]
+    header = ("", "beside", "its tok/s", LOOKUP, "ratio", "of each answer", "same text")
+    bench.show("Tokens per second", header, lines)
+
+
+def add_quoting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=SMOLLM2)
-    parser.add_argument("--tokens", type=int, help="of each answer at most")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer at most")
     parser.add_argument("--drafted", type=int, default=3, help="tokens that mlx-lm drafts")
     parser.add_argument("--no-mlx-lm", action="store_true", help="leave it out")
-    parser.add_argument("--only", nargs="+", choices=(QUOTING, FREE), default=(QUOTING, FREE))
-    parser.add_argument("--as", dest="role", choices=("one", "stages"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.rounds = options.rounds or 1
-    options.tokens = options.tokens or (16 if options.quick else 64)
-    if options.role == "stages":
-        stages(str(options.model), options.tokens)
-    elif options.role:
-        mlx_lm(str(options.model), options.drafted)
-    else:
-        facts = machine()
-        found = measure(options)
-        header = ("", "beside", "its tok/s", LOOKUP, "ratio", "of each answer", "same text")
-        others = [name for name in (PLAIN, THEIRS) if found[name]]
-        lines = [row(kind, found, name) for kind in options.only for name in others]
-        publish(options, facts, [Table("Tokens per second", header, lines)], {"answers": found})
 
+
+QUOTING_TASKS = Benchmark("quoting", quoting, add_quoting)
 
 if __name__ == "__main__":
-    main()
+    answer()

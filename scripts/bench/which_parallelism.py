@@ -1,17 +1,10 @@
-"""What each technique of distributed training costs and gains on two to four Macs, by formulas.
-
-    python scripts/bench/which_parallelism.py
-
-Prints the figures of docs/which-parallelism.md, for Mistral-7B on Macs with an M1 Pro. One is
-measured: how fast this machine rounds gradients to 8 bits. Takes some seconds.
-"""
+"""What each technique of distributed training costs and gains on two to four Macs, by formulas."""
 
 from __future__ import annotations
 
-import argparse
 import time
 
-import mlx.core as mx
+from scripts.bench.benchmark import Bench, Benchmark
 
 LAYERS, HIDDEN, INNER, KV = 32, 4096, 14336, 1024
 """Mistral-7B: layers, widths of hidden state, of the feed-forward part, and of keys."""
@@ -33,6 +26,7 @@ LORA = 16 * RANK * (2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KV) + 3 * (HIDDEN + IN
 
 
 def seconds(nbytes: float, link: str, messages: float = 1) -> float:
+    """Return the time of messages with so many bytes in all."""
     bandwidth, latency = LINKS[link]
     return nbytes / bandwidth + messages * latency
 
@@ -48,6 +42,7 @@ def amdahl(speedup: float, n: int) -> float:
 
 
 def of_more(serial: float, n: int) -> float:
+    """Return the speed-up by ``n`` machines."""
     return 1 / (serial + (1 - serial) / n)
 
 
@@ -91,12 +86,16 @@ def costs() -> dict[str, list[str]]:
 
 
 def shown(seconds: float) -> str:
+    """Return a time as the page writes it."""
     if seconds < 0.1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 20 else 0}f} s"
 
 
 def int8_bytes_a_second() -> float:
+    """Return how fast this machine rounds gradients."""
+    import mlx.core as mx
+
     gradient = mx.random.normal((8 << 20,))
     mx.eval(gradient)
     fastest = float("inf")
@@ -109,26 +108,31 @@ def int8_bytes_a_second() -> float:
     return gradient.nbytes / fastest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.parse_args()
+def which_parallelism(bench: Bench) -> None:
+    """What each technique of distributed training costs and gains on two to four Macs, by formulas.
+
+    The figures of docs/which-parallelism.md, for Mistral-7B on Macs with an M1 Pro. One is
+    measured: how fast this machine rounds gradients to 8 bits. Takes some seconds.
+    """
     row = TOKENS * 6 * PARAMETERS / FLOPS  # forward and backward of all weights
     lora_row = TOKENS * 4 * PARAMETERS / FLOPS  # no gradients of frozen weights
-    print(f"compute of a sequence: full {row:.1f} s, LoRA at most {lora_row:.1f} s")
-    print(f"LoRA: {LORA / 1e6:.2f}M parameters, {LORA * FP32 / 1e6:.0f} MB of gradients; "
-          f"full: {PARAMETERS * FP32 / 1e9:.0f} GB")  # fmt: skip
-    print("Amdahl: with 2, share that does not shrink, with 4, with 8")
-    for name, cells in speedups().items():
-        print(f"{name:22}{cells}")
-    for p, m in ((2, 8), (4, 8), (4, 16)):
-        print(f"bubble of 1F1B, {p} stages, {m} micro-batches: {(p - 1) / (m + p - 1):.0%}")
-    print(f"\nseconds over {' / '.join(LINKS)}")
-    for technique, times in costs().items():
-        print(f"{technique:22}{'; '.join(times)}")
-    print(f"\nrounding to int8 here: {int8_bytes_a_second() / 1e9:.2f} GB/s")
+    facts = [
+        ("a sequence, full", f"{row:.1f} s"),
+        ("a sequence, LoRA", f"at most {lora_row:.1f} s"),
+        ("LoRA", f"{LORA / 1e6:.2f}M parameters, {LORA * FP32 / 1e6:.0f} MB of gradients"),
+        ("full", f"{PARAMETERS * FP32 / 1e9:.0f} GB"),
+        ("rounding to int8 here", f"{int8_bytes_a_second() / 1e9:.2f} GB/s"),
+    ]
+    facts += [
+        (f"bubble of 1F1B, {p} stages, {m} micro-batches", f"{(p - 1) / (m + p - 1):.0%}")
+        for p, m in ((2, 8), (4, 8), (4, 16))
+    ]
+    bench.show("Compute and sizes", ("what", ""), facts)
+    rows = [(name, *cells.split(" | ")) for name, cells in speedups().items()]
+    header = ("speed-up", "with 2", "share that does not shrink", "with 4", "with 8")
+    bench.show("Amdahl", header, rows)
+    lines = [(technique, "; ".join(times)) for technique, times in costs().items()]
+    bench.show(f"Seconds over {' / '.join(LINKS)}", ("technique", ""), lines)
 
 
-if __name__ == "__main__":
-    main()
+WHICH_PARALLELISM = Benchmark("which-parallelism", which_parallelism)

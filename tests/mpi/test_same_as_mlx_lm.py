@@ -24,7 +24,6 @@ from testbed.runs import events
 from testbed.small_models import small_directory, undeclared_directory
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import train_well
-from tests.helpers.programs import PROGRAMS
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself
@@ -175,7 +174,7 @@ def run_mlx_lm(configs: Iterable[Path]) -> list[Run]:
     """``mlx_lm.lora -c CONFIG`` for each file, in one process after the other."""
     configs = list(configs)
     run = subprocess.run(
-        [sys.executable, PROGRAMS / "mlx_lm_lora.py", *configs],
+        [sys.executable, "-m", "testbed.mlx_lm_lora", *configs],
         # Compiling takes longer than running a dozen small steps, and changes no result.
         env=dict(os.environ) | {"MLX_DISABLE_COMPILE": "1", "PYTHONPATH": PYTHONPATH},
         capture_output=True,

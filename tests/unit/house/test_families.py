@@ -36,7 +36,7 @@ def test_no_code_asks_for_a_family_by_name() -> None:
 def test_the_docs_name_every_type_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each can do is compared for some: ``scripts/docs.py --check`` compares all."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    table = importlib.import_module("_types")
+    table = importlib.import_module("docs")
     page = (ROOT / "docs" / "what-fits.md").read_text()
     rows = re.findall(r"^\| (.+) \| (`.+`) \|$", page, re.MULTILINE)
     said = {name: what for what, names in rows for name in re.findall(r"`([^`]+)`", names)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from types import ModuleType
 
 import pytest
 
+from scripts.bench import curves
 from tests.helpers.sources import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,31 +43,23 @@ def test_speeds_are_those_of_the_benchmarks_with_their_ranges() -> None:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
-@pytest.fixture
-def same_curve(scripts: None) -> ModuleType:
-    return importlib.import_module("same_curve")
-
-
-def test_the_curves_lie_on_each_other_as_closely_as_is_said(same_curve: ModuleType) -> None:
-    losses = json.loads(same_curve.NUMBERS.read_text())["losses"]
+def test_the_curves_lie_on_each_other_as_closely_as_is_said() -> None:
+    losses = json.loads(curves.NUMBERS.read_text())["losses"]
     assert list(losses) == ["mlx_lm.lora", "1 rank", "2 ranks", "4 ranks"]
-    assert {len(own) for own in losses.values()} == {same_curve.OPTIONS["iters"]}
+    assert {len(own) for own in losses.values()} == {curves.OPTIONS["iters"]}
     assert all(own[-1] < 0.6 * own[0] for own in losses.values())
-    difference = same_curve.largest_difference(losses)
+    difference = curves.largest_difference(losses)
     (said,) = re.findall(r"differ by at most ([\d.]+)%", README)
     assert 0 < 100 * difference <= float(said) < 300 * difference
 
 
-def test_the_picture_of_the_curves_is_drawn_from_the_stored_numbers(
-    same_curve: ModuleType,
-) -> None:
-    numbers = json.loads(same_curve.NUMBERS.read_text())
-    assert same_curve.PICTURE.read_text() == same_curve.drawn(numbers["losses"])
-    assert numbers["options"] == same_curve.OPTIONS
+def test_the_picture_of_the_curves_is_drawn_from_the_stored_numbers() -> None:
+    numbers = json.loads(curves.NUMBERS.read_text())
+    assert curves.PICTURE.read_text() == curves.drawn(numbers["losses"])
+    assert numbers["options"] == curves.OPTIONS
 
 
 def test_badges_say_what_the_project_declares(scripts: None) -> None:

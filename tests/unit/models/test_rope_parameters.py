@@ -1,6 +1,6 @@
 """Rotary embeddings as transformers 5 writes them: the fields of mlx-lm, and the same logits.
 
-``tests/helpers/rope_logits.json`` has logits of transformers itself (scripts/rope_logits.py).
+``tests/helpers/rope_logits.json`` has logits of transformers itself (testbed/make_rope_logits.py).
 """
 
 import json

@@ -1,52 +1,98 @@
-"""The benchmarks' command lines, and what they make of numbers. Nothing is measured here."""
+"""The benchmarks' command lines, what they make of numbers, and the small form of some."""
+
+from __future__ import annotations
 
 import ast
-import importlib
 import pkgutil
 import re
-import runpy
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from scripts.bench import startup, which_parallelism
+from scripts.bench.__main__ import TABLE, main, parser_of_all
+from scripts.bench.benchmark import Benchmark, Spread
+from scripts.bench.turns import by_turns
+from testbed import delays
 from tests.helpers.sources import ROOT, nodes
 
 BENCH = ROOT / "scripts/bench"
-SCRIPTS = sorted(path.stem for path in BENCH.glob("[!_]*.py"))
+FILES = sorted(BENCH.glob("*.py"))
+OF_TORCH = "rivals"
+"""The file that torch's Python runs."""
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As when a script there is run; afterwards the names are free again."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield
-    for path in BENCH.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_measures(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("benchmark", TABLE, ids=lambda each: each.name)
+def test_every_benchmark_says_what_it_measures(
+    benchmark: Benchmark, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
+        main([benchmark.name, "--help"])
     assert end.value.code == 0
-    assert f"usage: {name}.py" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: python -m scripts.bench {benchmark.name} ")
+    assert benchmark.about in said
+
+
+def test_the_list_has_each_benchmark_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^    ([\w-]+)(?= |$)", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [each.name for each in TABLE]
+    assert len(set(listed)) == len(listed)
+
+
+def test_all_have_the_same_common_options() -> None:
+    options = vars(parser_of_all().parse_args([TABLE[0].name, "--quick", "--only", "a", "b"]))
+    assert (options["quick"], options["only"], options["json"]) == (True, ["a", "b"], None)
+    for each in TABLE:
+        assert vars(parser_of_all().parse_args([each.name])).keys() >= {"rounds", "markdown"}
+
+
+def test_every_program_of_a_contender_can_be_imported() -> None:
+    names = [path.stem for path in FILES if path.stem not in ("__init__", OF_TORCH)]
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    modules = [f"scripts.bench.{name}" for name in names]
+    subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, check=True, timeout=120)
+
+
+def test_every_program_that_is_started_is_there() -> None:
+    started = {
+        name
+        for path in FILES
+        for name in re.findall(r"\bprogram\(\s*\"(\w+)\"", path.read_text(encoding="utf-8"))
+    }
+    assert {"loops", "rivals", "startup", "growth"} <= started <= {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["which-parallelism"], r"two stages +1\.87 +7\.0%"),
+        (["growth", "--only", "packing", "lookup"], r"packing 1,024 rows in 256, ms .*<= 15: yes"),
+    ],
+)
+def test_a_small_form_runs(words: list[str], line: str, tmp_path: Path) -> None:
+    output = tmp_path / "numbers.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.bench", *words, "--quick", "--json", output],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(line, done.stdout), done.stdout
+    assert output.exists()
 
 
 def brought_by(extra: str) -> set[str]:
@@ -83,12 +129,11 @@ def imported(files: list[Path]) -> set[str]:
 
 
 def test_the_benchmarks_need_only_what_their_extra_brings() -> None:
-    own = {path.stem for folder in (BENCH, BENCH.parent) for path in folder.glob("*.py")}
-    own |= {"testbed"} | set(sys.stdlib_module_names)
+    own = {"scripts", "testbed", *sys.stdlib_module_names}
     distributions = metadata.packages_distributions()
     packages = {
         name: {canonicalize_name(each) for each in distributions.get(name, [name])}
-        for name in imported(list(BENCH.glob("*.py"))) - own
+        for name in imported([*FILES]) - own
     }
     brought = brought_by("bench")
     assert "pytest" not in brought
@@ -102,27 +147,25 @@ def test_contenders_take_turns() -> None:
         order.append(name)
         return result
 
-    results = load("_compare").by_turns(
-        {"a": lambda: noted("a", 1), "b": lambda: noted("b", 2)}, rounds=3
-    )
+    results = by_turns({"a": lambda: noted("a", 1), "b": lambda: noted("b", 2)}, rounds=3)
     assert order == ["a", "b", "a", "b", "a", "b"]
     assert results == {"a": [1, 1, 1], "b": [2, 2, 2]}
 
 
 def test_ratios_are_of_rounds() -> None:
     # The second round was slow for both.
-    spread = load("_compare").Spread.of_ratios([2.0, 20.0, 2.2], [1.0, 10.0, 1.0])
+    spread = Spread.of_ratios([2.0, 20.0, 2.2], [1.0, 10.0, 1.0])
     assert (spread.median, spread.least, spread.most) == (2.0, 2.0, 2.2)
     assert f"{spread:.1f}" == "2.0 (2.0-2.2)"
 
 
 def test_what_is_timed_of_a_start_is_there() -> None:
-    for path in load("_startup").PARTS:
+    for path in startup.PARTS:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
 
 
 def test_the_page_of_techniques_has_the_figures_of_the_formulas() -> None:
-    formulas = load("which_parallelism")
+    formulas = which_parallelism
     page = (ROOT / "docs/which-parallelism.md").read_text(encoding="utf-8").splitlines()
     wanted = {**formulas.costs(), **{name: [cells] for name, cells in formulas.speedups().items()}}
     for name, figures in wanted.items():
@@ -134,13 +177,13 @@ def test_a_relay_delays_bytes_both_ways() -> None:
     (near, left), (right, far) = socket.socketpair(), socket.socketpair()
     ends, delay = (left, right), 0.05
     with near, far, left, right:
-        thread = threading.Thread(target=load("_relay").relay, args=(ends, delay))
+        thread = threading.Thread(target=delays.relay, args=(ends, delay))
         thread.start()
         for sender, receiver in ((near, far), (far, near)):
             start = time.perf_counter()
             sender.sendall(b"a sum")
             assert receiver.recv(16) == b"a sum"
-            assert time.perf_counter() - start >= delay - load("_relay").OWN
+            assert time.perf_counter() - start >= delay - delays.OWN
         near.shutdown(socket.SHUT_WR)
         thread.join(10)
         assert not thread.is_alive()

@@ -1,10 +1,12 @@
-"""Run torch.distributed.pipelining on a model of Mistral's kind.
+"""``python -m scripts.bench.rivals WAY OPTIONS``: torch's ways to train a model of Mistral's kind.
 
-    _torch_pipeline.py OPTIONS
+One process a rank, started with RANK and WORLD_SIZE; gloo; random tokens; fused AdamW, the fastest
+that torch has. Every rank rests after each turn of ``--steps`` steps, and answers the seconds of a
+step, its process's peak memory, and what of it was there before the model.
 
-One process a rank, started with RANK and WORLD_SIZE; gloo; random tokens. Rests after each turn of
-``--steps`` steps. With one rank there is no pipeline: a plain loop with the same micro-batches.
-Every rank answers the seconds of a step and its process's peak memory.
+``pipeline`` is torch.distributed.pipelining; on one rank there is no pipeline, but a plain loop
+with the same micro-batches. ``ddp`` has whole weights and optimizers, ``zero1`` divides the
+optimizer, ``fsdp2`` divides layer by layer, and sums each micro-batch, ``fsdp2-once`` once a step.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _turns import Turns
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from scripts.bench.turns import Turns
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -33,6 +41,14 @@ SCHEDULES = {
     "interleaved-zb": pipelining.ScheduleInterleavedZeroBubble,
     "zb-v": schedules.ScheduleZBVZeroBubble,
 }
+
+ADAMW: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.01, "fused": True}
+
+Step = Callable[[Tensor, Tensor], None]
+"""Forward and backward of all micro-batches of this rank."""
+
+Way = tuple[Step, Any]
+"""A step, and the optimizer that follows it."""
 
 
 class Layer(nn.Module):
@@ -55,6 +71,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return hidden states (rows, T, width) after the layer."""
         h = self.attention_norm(x)
         q, k = (
             rotate(each(h).unflatten(-1, (-1, self.head)).transpose(1, 2), cos, sin)
@@ -90,6 +107,7 @@ class Part(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return hidden states, or the logits of the last part."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers:
@@ -100,56 +118,12 @@ class Part(nn.Module):
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a micro-batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def alone(part: Part, microbatches: int) -> Callable[[Tensor, Tensor], None]:
-    """Run a step's forward and backward in one process."""
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            (mean_loss(part(x), y) / microbatches).backward()
-
-    return step
-
-
-def piped(
-    parts: dict[int, Part], name: str, stages: int, microbatches: int
-) -> Callable[[Tensor, Tensor], None]:
-    """Run this rank's share of a step's forward and backward."""
-    device = torch.device("cpu")
-    own = [PipelineStage(part, index, stages, device) for index, part in parts.items()]
-    schedule: Any = SCHEDULES[name](
-        own if issubclass(SCHEDULES[name], schedules.PipelineScheduleMulti) else own[0],
-        microbatches,
-        loss_fn=mean_loss,
-    )
-    takes, gives = 0 in parts, stages - 1 in parts
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        given = (inputs,) if takes else ()
-        schedule.step(*given, target=targets if gives else None, return_outputs=False)
-
-    return step
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
-    parser.add_argument("--sizes", required=True, help="layers of each stage, like 5,3")
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--length", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--meet", required=True, help="file at which the ranks meet")
-    options = parser.parse_args()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    turns = Turns(rank)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    config = json.loads(options.config.read_text())
+def stages(config: dict[str, Any], options: argparse.Namespace, rank: int, ranks: int) -> Way:
+    """Return this rank's share of a pipeline; on one rank a plain loop."""
     sizes = [int(size) for size in options.sizes.split(",")]
     ends = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     placement = [i % ranks for i in range(len(sizes))]
@@ -160,16 +134,112 @@ def main() -> None:
         for i, place in enumerate(placement)
         if place == rank
     }
-    if ranks == 1:
-        step = alone(parts[0], options.microbatches)
-    else:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{options.meet}", rank=rank, world_size=ranks
-        )
-        step = piped(parts, options.schedule, len(sizes), options.microbatches)
+    count = options.microbatches
+    step = (
+        alone(parts[0], count) if ranks == 1 else piped(parts, options.schedule, len(sizes), count)
+    )
     weights = [weight for part in parts.values() for weight in part.parameters()]
-    # Fused is the fastest that torch has.
-    optimizer = torch.optim.AdamW(weights, lr=1e-5, weight_decay=0.01, fused=True)
+    return step, AdamW(weights, **ADAMW)
+
+
+def alone(part: Part, microbatches: int) -> Step:
+    """Return a step in one process."""
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            (mean_loss(part(x), y) / microbatches).backward()
+
+    return step
+
+
+def piped(parts: dict[int, Part], name: str, count: int, microbatches: int) -> Step:
+    """Return a step through ``count`` stages."""
+    device = torch.device("cpu")
+    own = [PipelineStage(part, index, count, device) for index, part in parts.items()]
+    schedule: Any = SCHEDULES[name](
+        own if issubclass(SCHEDULES[name], schedules.PipelineScheduleMulti) else own[0],
+        microbatches,
+        loss_fn=mean_loss,
+    )
+    takes, gives = 0 in parts, count - 1 in parts
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        given = (inputs,) if takes else ()
+        schedule.step(*given, target=targets if gives else None, return_outputs=False)
+
+    return step
+
+
+def replica(config: dict[str, Any], options: argparse.Namespace, rank: int, ranks: int) -> Way:
+    """Return a replica, which sums gradients as the way says."""
+    part = Part(config, 0, config["num_hidden_layers"], options.length)
+    module: Any
+    if options.way.startswith("fsdp2"):
+        for layer in part.layers:
+            fully_shard(layer)
+        module = fully_shard(part)
+    else:
+        module = DistributedDataParallel(part, gradient_as_bucket_view=True)
+    weights = module.parameters()
+    optimizer = (
+        ZeroRedundancyOptimizer(weights, AdamW, **ADAMW)
+        if options.way == "zero1"
+        else AdamW(weights, **ADAMW)
+    )
+    count = options.microbatches
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        for number, (x, y) in enumerate(pairs, start=1):
+            sums = number == count or options.way == "fsdp2"
+            if options.way.startswith("fsdp2"):
+                module.set_requires_gradient_sync(sums)
+            with nullcontext() if sums or options.way.startswith("fsdp2") else module.no_sync():
+                mean_loss(module(x), y).backward()
+
+    return step, optimizer
+
+
+WAYS: dict[str, Callable[[dict[str, Any], argparse.Namespace, int, int], Way]] = {
+    "pipeline": stages,
+    "ddp": replica,
+    "zero1": replica,
+    "fsdp2": replica,
+    "fsdp2-once": replica,
+}
+
+
+def resident_bytes() -> int:
+    """Return the bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def read_options() -> argparse.Namespace:
+    """Return the options; rows and micro-batches are those of this rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--sizes", help="layers of each stage, like 5,3")
+    for name in ("rows", "microbatches", "length", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--meet", required=True, help="file at which the ranks meet")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    turns = Turns(rank)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if ranks > 1:
+        where = f"file://{options.meet}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    config = json.loads(options.config.read_text())
+    before = resident_bytes()
+    step, optimizer = WAYS[options.way](config, options, rank, ranks)
     tokens = torch.randint(0, config["vocab_size"], (options.rows, options.length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     while True:
@@ -180,7 +250,7 @@ def main() -> None:
             optimizer.zero_grad()
         seconds = (time.perf_counter() - start) / options.steps
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        turns.answer({"step_seconds": seconds, "process_peak_bytes": peak})
+        turns.answer({"step_seconds": seconds, "process_peak_bytes": peak, "before_bytes": before})
         turns.rest()
 
 

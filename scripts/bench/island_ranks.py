@@ -1,4 +1,4 @@
-"""``_island.py ARGUMENTS``: ``shardmlx train`` as an island, with a clock.
+"""``python -m scripts.bench.island_ranks ARGUMENTS``: ``shardmlx train`` as a timed island.
 
 In the end clock.json in --adapter-path has the seconds of all steps but the first, which compiles,
 and the last, which waits for all that is under way; of these the seconds in which it waited for the

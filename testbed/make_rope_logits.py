@@ -1,7 +1,7 @@
 """Write logits of transformers for tiny models with each kind of rotary embedding, for the tests.
 
 Run it where torch and transformers are installed, which the tests need not:
-python scripts/rope_logits.py tests/helpers/rope_logits.json
+python -m testbed.make_rope_logits tests/helpers/rope_logits.json
 """
 
 import json
@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch

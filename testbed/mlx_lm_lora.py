@@ -1,4 +1,4 @@
-"""``mlx_lm_lora.py CONFIG.yaml ...``: what ``mlx_lm.lora -c CONFIG.yaml`` makes of each file.
+"""``python -m testbed.mlx_lm_lora CONFIG.yaml ...``: what ``mlx_lm.lora`` makes of each file.
 
 Its losses go, at full precision, to the file's name with .json: lists "train" and "val" of
 (iteration, loss), "learning_rate" of each iteration, and "test".
@@ -16,6 +16,8 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 
 
 class Losses(TrainingCallback):
+    """Keeps what mlx-lm reports."""
+
     def __init__(self) -> None:
         self.train: list[tuple[int, float]] = []
         self.val: list[tuple[int, float]] = []

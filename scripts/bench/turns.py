@@ -2,7 +2,7 @@
 
 A contender starts, warms up and then rests: its processes wait in a read, and take no core while
 another works. So two programs can be compared step by step within one run, and neither starts
-anew between its turns.
+anew between its turns. This module imports nothing of the project: torch's Python runs it too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 SOCKET = "BENCH_SOCKET"
 """Variable in a contender's environment: the socket on which its processes are asked."""
@@ -49,11 +52,20 @@ class Turns:
             os._exit(0)
         return json.loads(line)
 
+    def serve(self, work: Callable[..., Any]) -> None:
+        """Say that this process is warm; answer ``work(*request)`` to each request until one is
+        None."""
+        self.answer(None)
+        while (asked := self.rest()) is not None:
+            self.answer(work(*asked))
+        self.answer(None)
+
 
 class Contender:
     """Programs that make one contender; ``ranks`` processes of them use ``Turns``.
 
-    They answer once more than they are asked: at the end of their warm-up.
+    They answer once more than they are asked: at the end of their warm-up. One that ``sums_up``
+    answers a summary in the turn after its last.
     """
 
     def __init__(
@@ -63,9 +75,11 @@ class Contender:
         *,
         ranks: int = 1,
         environments: Sequence[Mapping[str, str]] = (),
+        sums_up: bool = False,
     ) -> None:
         """Add ``environments[i]`` to the environment of command i."""
         self.name = name
+        self.sums_up = sums_up
         self._directory = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         self._log = Path(self._directory.name, "log")
         listener = socket.socket(socket.AF_UNIX)
@@ -156,3 +170,47 @@ def warmed_up(contenders: Iterable[Contender]) -> Iterator[list[Contender]]:
     finally:
         for contender in running:
             contender.close()
+
+
+def by_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Run the contenders by turns, A B A B, so that all meet the same machine."""
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, work in contenders.items():
+            results[name].append(work())
+    return results
+
+
+@dataclass(frozen=True)
+class Found:
+    """What contenders have answered: in each turn what each rank did, and at their end."""
+
+    turns: Mapping[str, Sequence[Sequence[Any]]]
+    summaries: Mapping[str, Any]
+
+    @property
+    def step_seconds(self) -> dict[str, list[float]]:
+        """Return the seconds of a step in each turn, by the rank that took longest."""
+        return {
+            name: [max(float(each["step_seconds"]) for each in answers if each) for answers in own]
+            for name, own in self.turns.items()
+        }
+
+    def of_rank_0(self, key: str) -> dict[str, list[float]]:
+        """Return a number that rank 0 answers, in each turn."""
+        return {
+            name: [float(answers[0][key]) for answers in own] for name, own in self.turns.items()
+        }
+
+    def peak(self, name: str, key: str) -> int:
+        """Return the most bytes that a rank names in its answers or in the summary."""
+        summary = self.summaries.get(name)
+        ranks = summary["ranks"] if summary else [each for own in self.turns[name] for each in own]
+        return max(int(each[key]) for each in ranks)
+
+
+def in_turns(contenders: Iterable[Contender], rounds: int) -> Found:
+    """Let the contenders work by turns, and end."""
+    with warmed_up(contenders) as running:
+        turns = by_turns({each.name: each.turn for each in running}, rounds)
+        return Found(turns, {each.name: each.turn()[0] for each in running if each.sums_up})

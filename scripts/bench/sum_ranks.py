@@ -1,4 +1,4 @@
-"""``_sums.py WAY NBYTES BUCKETS ROUNDS``: sums over all ranks, each on a host of its own.
+"""``python -m scripts.bench.sum_ranks WAY NBYTES BUCKETS ROUNDS``: sums over hosts, a rank on each.
 
 WAY is ``mpi``, for ours and MPI's Iallreduce in place by turns, under mpirun; or ``ring``, MLX's,
 or ``gloo``, torch's, each a process that is started for a rank. Rank 0 prints, as JSON, for each
@@ -27,17 +27,23 @@ def measured(barrier: Callable[[], None], work: Callable[[], None]) -> tuple[flo
 
 
 def over_mpi(size: int, buckets: int, rounds: int) -> Any:
-    import shardmlx.common.prepared  # isort: skip
+    """Return what ours and MPI's took."""
+    from shardmlx.distributed.run_ranks import connect
+
+    with connect() as transport:
+        results = by_both(transport, size, buckets, rounds)
+        return results if transport.rank == 0 else None
+
+
+def by_both(transport: Any, size: int, buckets: int, rounds: int) -> Any:
+    """Return what both ways took, by turns."""
     import mlx.core as mx
     import numpy as np
+    from mpi4py import MPI  # set up by connect
 
     from shardmlx.distributed.messages import buffer_of, new_buffer
-    from shardmlx.distributed.mpi import MPITransport
     from shardmlx.distributed.sums import Sums
     from shardmlx.engine.buffers import SUM_BUFFER_BYTES
-
-    transport = MPITransport()
-    from mpi4py import MPI
 
     world = tuple(range(transport.size))
     sums = Sums(transport, new_buffer((SUM_BUFFER_BYTES // 4,), mx.float32))
@@ -65,12 +71,11 @@ def over_mpi(size: int, buckets: int, rounds: int) -> Any:
                 continue
             everyone = transport.all_gather(measured(transport.barrier, work))
             results[way].append([max(s for s, _ in everyone), max(b for _, b in everyone)])
-    rank = transport.rank
-    transport.close()
-    return results if rank == 0 else None
+    return results
 
 
 def over_ring(size: int, buckets: int, rounds: int) -> Any:
+    """Return what MLX's ring took."""
     import mlx.core as mx
 
     group = mx.distributed.init(strict=True, backend="ring")
@@ -95,6 +100,7 @@ def over_ring(size: int, buckets: int, rounds: int) -> Any:
 
 
 def over_gloo(size: int, buckets: int, rounds: int) -> Any:
+    """Return what torch's gloo took."""
     import torch
     import torch.distributed as dist
 
