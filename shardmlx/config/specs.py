@@ -299,7 +299,7 @@ class LayoutOptions:
         "ranks that compute each layer together",
         metavar="RANKS",
         minimum=1,
-        unset="chosen: 1, or more where a step is clearly faster",
+        unset="chosen: 1, or more where a step is clearly faster or nothing else fits",
     )
     tensor_shares: str | None = common.tensor_shares(flag=False)
     expert_parallel: bool = common.expert_parallel(flag=False)

@@ -13,7 +13,9 @@ from shardmlx.config.data import FeatureKeys
 from shardmlx.config.objective import SFT, ObjectiveOptions
 from shardmlx.config.options import declared, with_parts
 from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.tags import MOST_RUNS
 from shardmlx.errors import UserError, naming
+from shardmlx.pipeline.mesh import Mesh
 
 _OBJECTIVE = tuple(each.name for each in declared(ObjectiveOptions))
 
@@ -40,6 +42,9 @@ def read_sweep(config: TrainConfig) -> dict[str, TrainConfig]:
             f"--resume {config.checkpoints.resume}: each run has its own", "use auto or never"
         )
     given = read_yaml(str(config.sweep))
+    if len(given) > MOST_RUNS:
+        problem = f"{config.sweep} has {len(given)} runs"
+        raise UserError(problem, f"train at most {MOST_RUNS} at once")
     if not given or len({str(name).lower() for name in given}) < len(given):
         problem = f"{config.sweep} names {', '.join(map(str, given)) or 'no run'}"
         # The names are directories, and to a Mac's disk A and a are the same.
@@ -97,17 +102,32 @@ def _outputs_of_run(config: TrainConfig, name: str) -> dict[str, Any]:
     return own
 
 
-def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:
-    """Return a run that trains and keeps as much as all of them together, to be planned: of
-    preferences if any is, in pairs if any needs them."""
+def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig], ranks: int) -> TrainConfig:
+    """Return a run that trains and keeps as much as all of them together, to be planned on so many
+    ``ranks``: of preferences if any is, in pairs if any needs them, and in one pipeline unless the
+    layout is given."""
     rank = sum(each.tune.lora_parameters["rank"] for each in runs.values())
     largest = max(runs.values(), key=lambda each: OPTIMIZERS[each.tune.optimizer].states)
     strictest = max(
         runs.values(), key=lambda each: (each.loss.together, each.loss.objective != SFT)
     ).flat()
+    layout = config.layout
+    given = (layout.stage_map, layout.data_parallel, layout.pipeline_stages)
+    stages = {"pipeline_stages": ranks // layout.across} if given == (None, None, None) else {}
     return config.changed(
+        **stages,
         **{name: strictest[name] for name in DECIDE_LOSS},
         lora_parameters={**config.tune.lora_parameters, "rank": rank},
         optimizer=largest.tune.optimizer,
         lr_schedule=config.asked_lr_schedule,
     )
+
+
+def check_replicas(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise ``UserError`` if a sweep was planned for more replicas than one."""
+    if mesh.dp > 1:
+        raise UserError(
+            f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
+            f"{mesh.dp} replicas",
+            f"give --pipeline-stages {mesh.dp * mesh.pp}",
+        )

@@ -7,21 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import duration, gibibytes
-from shardmlx.config.options import declared
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import LayoutOptions, RunSpec
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.planning.choice import CLEARLY, Choice, choose
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import facts_for
-
-_DIVISION = frozenset(
-    {
-        *("pipeline_stages", "data_parallel", "replica_rows", "stage_map", "partitioner"),
-        *("schedule", "tensor_parallel", "tensor_shares", "expert_parallel", "zero"),
-    }
-)
-"""Options that say how several ranks divide the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +24,23 @@ class Alone:
     lacks: float = 0.0
 
 
-def each_alone(config: TrainConfig, machines: Sequence[Machine], backend: str) -> tuple[Alone, ...]:
-    """Return what becomes of a run on each machine alone, equal ones once; none for one machine."""
+def each_alone(run: RunSpec, machines: Sequence[Machine], backend: str) -> tuple[Alone, ...]:
+    """Return what becomes of a run on each machine alone, equal ones once, whatever its options say
+    of how several ranks divide the work; none for one machine."""
     if len(machines) == 1:
         return ()
-    usual = {each.name: each.usual for each in declared(TrainConfig) if each.name in _DIVISION}
-    own = config.changed(**usual)
+    own = replace(
+        run,
+        layout=LayoutOptions(tensor_parallel=1),
+        fine_tune=replace(run.fine_tune, zero=None),
+        batch=replace(run.batch, replica_rows=None),
+    )
     kinds = {replace(each, host="", slots=1): each for each in reversed(machines)}
     found = []
     for machine in reversed(list(kinds.values())):
         try:
-            facts = facts_for(own.spec, [replace(machine, slots=1)], backend)
-            choice = choose(own.spec.with_shares(1), facts.of_training)
-            found.append(Alone(host=machine.host, choice=choice))
+            facts = facts_for(own, [replace(machine, slots=1)], backend)
+            found.append(Alone(host=machine.host, choice=choose(own, facts.of_training)))
         except DoesNotFitError as error:
             found.append(Alone(host=machine.host, lacks=error.shortage))
         except UserError:

@@ -152,11 +152,18 @@ def decide(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total
     """Return how a run is trained, by the ``facts`` of single ranks: the one place that all ask.
 
     Nobody has measured tensor shares and divided weights on Macs. So tensor shares are chosen where
-    a step promises to be clearly faster by them, or where they are asked for, and divided weights
-    where no other way fits. Raises as ``choose``.
+    a step promises to be clearly faster by them, where stages alone do not fit, or where they are
+    asked for, and divided weights where no other way fits. Raises as ``choose``.
     """
     asked = run.layout.tensor_parallel
-    alone = choose(*in_shares(run, facts, run.layout.across), advance)
+    try:
+        alone = choose(*in_shares(run, facts, run.layout.across), advance)
+    except DoesNotFitError:
+        others = _all_shares(run, facts) if asked is None else ()
+        if not others:
+            raise
+        best = min(others, key=lambda each: each.prediction.step_seconds)
+        return replace(best, beside=tuple(each for each in others if each is not best))
     others = with_shares(run, facts) if asked is None else ()
     best = min(others, key=lambda each: each.prediction.step_seconds, default=alone)
     if best.prediction.step_seconds * CLEARLY > alone.prediction.step_seconds:
@@ -167,11 +174,15 @@ def decide(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total
 def with_shares(run: RunSpec, facts: PlanFacts) -> tuple[Choice, ...]:
     """Return the choices for a run with tensor shares, for each number of ranks that can have some;
     none if the times of messages are unknown, or nothing is trained."""
+    return _all_shares(run, facts) if facts.is_timed and run.fine_tune.train else ()
+
+
+def _all_shares(run: RunSpec, facts: PlanFacts) -> tuple[Choice, ...]:
+    """Return the choices for a run with tensor shares that fit, one for each number of ranks."""
     found: list[Choice] = []
-    if facts.is_timed and run.fine_tune.train:
-        for across in range(2, facts.cluster.size + 1):
-            with suppress(UserError):
-                found.append(choose(*in_shares(run, facts, across)))
+    for across in range(2, facts.cluster.size + 1):
+        with suppress(UserError):
+            found.append(choose(*in_shares(run, facts, across)))
     return tuple(found)
 
 

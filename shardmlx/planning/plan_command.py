@@ -19,6 +19,7 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
 from shardmlx.config.options import Options, in_group, section, written
 from shardmlx.config.specs import RunSpec
+from shardmlx.config.sweep import check_replicas, in_one, read_sweep
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
@@ -154,14 +155,14 @@ def run(words: Sequence[str]) -> int:
 
 def _planned(options: PlanOptions, given: Given) -> PlanReport:
     """Plan, and write the stage map that is asked for. Raises ``UserError`` if no plan fits."""
-    spec = options.run.spec
-    if options.takes_stages and spec.layout.tensor_parallel is None:
-        spec = spec.with_shares(1)
     machines = _machines_of(options)
+    spec = _spec(options, sum(each.slots for each in machines))
     with Reporter().bar("planning", 1) as bar:
         planned = plan_training(
             spec, machines, backend=options.backend, max_of=options.max_of, advance=bar.show
         )
+    if options.run.sweep is not None:
+        check_replicas(options.run, planned.plan.mesh)
     if options.timeline or options.island_lines:
         planned.facts.cluster.check_speeds()
     if options.output:
@@ -171,7 +172,7 @@ def _planned(options: PlanOptions, given: Given) -> PlanReport:
     alone: tuple[Alone, ...] = ()
     if options.max_of is None:
         others = _others(options, spec, planned)
-        alone = each_alone(options.run, machines, options.backend)
+        alone = each_alone(spec, machines, options.backend)
     else:
         found["max_seq_length"] = planned.asked.batch.max_seq_length
     start = ["shardmlx", "launch", "--hostfile", spec.machines.hostfile or "HOSTFILE", "train"]
@@ -185,7 +186,42 @@ def _planned(options: PlanOptions, given: Given) -> PlanReport:
         alone=alone,
         steps=options.run.iters if options.run.epochs is None else None,
         longest=found.get("max_seq_length"),
+        notes=_notes(options, given),
     )
+
+
+def _spec(options: PlanOptions, ranks: int) -> RunSpec:
+    """Return the run to plan, for so many ranks: of a sweep all runs together. Raises
+    ``UserError``."""
+    spec = options.run.spec
+    if options.run.sweep is not None:
+        runs = read_sweep(options.run)
+        spec = replace(in_one(options.run, runs, ranks).spec, runs=len(runs))
+    if options.takes_stages and spec.layout.tensor_parallel is None:
+        spec = spec.with_shares(1)
+    return spec
+
+
+def _notes(options: PlanOptions, given: Given) -> list[str]:
+    """Return what is given that a run would look at, and a plan does not."""
+    run = options.run
+    notes = []
+    named = {"data": f"--data {run.sets.data}", "hf_dataset": "hf_dataset"}
+    for name in given.names & named.keys():
+        notes.append(
+            f"{named[name]} is not read: each row counts as --max-seq-length tokens; "
+            "shardmlx train --dry-run plans by the rows"
+        )
+    if run.epochs is not None:
+        notes.append(
+            f"--epochs {run.epochs:g}: how many steps these are is known by the rows alone"
+        )
+    if run.island is not None:
+        notes.append(
+            f"--island {run.island} is not asked: the copies of weights that its terms want are "
+            "not counted"
+        )
+    return notes
 
 
 def _check(options: PlanOptions, given: Given) -> None:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.data import WantedData
-from shardmlx.config.sweep import in_one, read_sweep
+from shardmlx.config.sweep import check_replicas, in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
-from shardmlx.distributed.tags import MOST_RUNS
 from shardmlx.engine.optimizer import build_optimizer
-from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.planning.job import Job
 from shardmlx.training.datasets import DataSets
@@ -43,18 +41,7 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
     """Plan the runs of ``config.sweep`` together. On rank 0, once all have opened the model. Raises
     ``UserError``."""
     runs = read_sweep(config)
-    if len(runs) > MOST_RUNS:
-        raise UserError(
-            f"{config.sweep} has {len(runs)} runs", f"train at most {MOST_RUNS} at once"
-        )
-    most = crew.size // config.layout.across
-    whole = in_one(config, runs)
-    if (
-        whole.layout.stage_map is None
-        and whole.layout.data_parallel is None
-        and whole.layout.pipeline_stages is None
-    ):
-        whole = whole.changed(pipeline_stages=most, lr_schedule=whole.asked_lr_schedule)
+    whole = in_one(config, runs, crew.size)
     data: dict[str, DataSets] = {}
 
     def read_all() -> DataSets:
@@ -71,20 +58,9 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         steps = [f"{plural(each.iters, 'step')} of {name}" for name, each in runs.items()]
         reporter.say(f"--epochs {config.epochs:g}: {', '.join(steps)}")
         planned = replace(planned, config=max(runs.values(), key=lambda each: each.iters))
-    check_replicas(config, planned.job.mesh.dp, most)
+    check_replicas(config, planned.job.mesh)
     of_runs = {name: _of_run(each, planned.job, data[name]) for name, each in runs.items()}
     return PlannedSweep(planned, of_runs)
-
-
-def check_replicas(config: TrainConfig, replicas: int, stages: int) -> None:
-    """Raise ``UserError`` if a sweep was planned for more replicas than one, which takes so many
-    pipeline stages."""
-    if replicas > 1:
-        raise UserError(
-            f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
-            f"{replicas} replicas",
-            f"give --pipeline-stages {stages}",
-        )
 
 
 def _read_data(

@@ -48,6 +48,8 @@ class PlanReport:
     alone: Sequence[Alone] = ()
     steps: int | None = None
     longest: int | None = None
+    notes: Sequence[str] = ()
+    """Facts that a run would look at, and the plan did not."""
 
     @property
     def generation(self) -> list[GenerationWay]:
@@ -92,6 +94,7 @@ def text(report: PlanReport) -> str:
         *_generation(report),
         *_islands(report),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
+        *report.notes,
         "",
         *_how_to_run(report),
     ]
@@ -132,6 +135,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
             for each in report.generation
         ],
         "islands": report.islands,
+        "notes": report.notes,
         "run": command(report),
     }
 

@@ -86,7 +86,6 @@ def test_few_modules_know_all_options_of_train() -> None:
         "config/profile.py",
         "config/sweep.py",
         "islands/hub_link.py",
-        "planning/alone.py",
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",

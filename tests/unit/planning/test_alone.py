@@ -23,7 +23,7 @@ def model(tmp_path: Path) -> str:
 def beside(model: str, names: str, **options: object) -> tuple[Choice, tuple[Alone, ...]]:
     config = TrainConfig.from_flat(model=model, **options)
     machines = machines_of(names)
-    return plan_training(config, machines), each_alone(config, machines, BACKENDS[0])
+    return plan_training(config, machines), each_alone(config.spec, machines, BACKENDS[0])
 
 
 def test_the_fastest_machine_that_holds_it_is_compared(model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -134,3 +135,38 @@ def test_islands_wait_less_the_less_they_send_and_overlap_hides_it(capsys: Captu
     (first,) = [i for i, line in enumerate(lines) if line.startswith("2 islands")]
     shown = [line.split("  ")[0] for line in lines[first + 1 : first + 1 + len(ways)]]
     assert shown == [*ways]
+
+
+def test_what_a_run_would_read_and_a_plan_does_not_is_said(tmp_path: Path, capsys: Capture) -> None:
+    """Rows of a run may be shorter: it is planned by them, and the plan is not."""
+    plain = planned(capsys, "--machines", PAIR)
+    assert "is not read" not in plain
+    file = tmp_path / "lora.yaml"
+    file.write_text("data: my/rows\nepochs: 2\n")
+    for words in (["--data", "my/rows", "--epochs", "2"], ["--config", str(file)]):
+        notes = planned(capsys, "--machines", PAIR, *words).splitlines()
+        (first,) = [line for line in notes if line.startswith("--data my/rows is not read")]
+        assert "--dry-run" in first
+        assert [line for line in notes if line.startswith("--epochs 2: ")]
+        assert not [line for line in notes if " steps: " in line]
+
+
+def test_a_sweep_is_planned_with_all_its_runs(tmp_path: Path, capsys: Capture) -> None:
+    """Eight adapters take more than one, in one pipeline."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text("".join(f"r{i}: {{learning_rate: 1.0e-{i}}}\n" for i in range(1, 9)))
+
+    def peaks(*words: str) -> list[float]:
+        planned(capsys, "--machines", PAIR, "--num-layers", "-1", *words, "--json", "plan.json")
+        found = json.loads(Path("plan.json").read_text())
+        assert found["data_parallel"] == 1
+        return [rank["peak_memory_bytes"] for rank in found["ranks"]]
+
+    one = peaks("--pipeline-stages", "2")
+    all_of_them = peaks("--sweep", str(file))
+    assert sum(all_of_them) > sum(one)
+    assert "2 replicas" in refused(
+        capsys, "--machines", PAIR, "--sweep", str(file), "--data-parallel", "2"
+    )
+    file.write_text("".join(f"r{i}: {{seed: {i}}}\n" for i in range(17)))
+    assert "17 runs" in refused(capsys, "--machines", PAIR, "--sweep", str(file))

@@ -29,11 +29,12 @@ from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
 from shardmlx.planning.facts.profile_file import MachineProfile, Profile, Sample, work_of
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import trainable_stages, with_replica_rows
+from shardmlx.planning.memory.limits import budgets_of
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.think import JobOptions, think
 from shardmlx.planning.time.parts import Seconds
 from shardmlx.planning.time.predict import predict
-from shardmlx.planning.training_plan import plan_training
+from shardmlx.planning.training_plan import facts_for, plan_training
 from shardmlx.planning.ways import ways
 from testbed.tiny_models import tiny_config
 from tests.helpers.fake_models import MISTRAL_7B, write_config
@@ -615,3 +616,24 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
             assert alone.run.layout.across == 1
             assert ratio >= 1.1, "what was never measured on Macs promises ten percent"
     assert sum(each > 1 for each in across) == shared
+
+
+@pytest.mark.parametrize("speed", [{}, {"flops": 4e12, "bandwidth": 1.2e11, "latency": 5e-5}])
+def test_a_layer_that_no_machine_holds_is_shared(speed: dict[str, Any], tmp_path: Path) -> None:
+    """Four layers of ten GiB on eight ranks: no stage fits, and nobody asked for shares."""
+    wide = {"num_hidden_layers": 4, "hidden_size": 8192, "intermediate_size": 229376}
+    write_config(tmp_path, MISTRAL_7B | wide)
+    run = TrainConfig.from_flat(model=str(tmp_path), num_layers=-1, max_seq_length=512).spec
+    macs = [Machine(host=f"mac{i}", memory=16 * GIB, **speed) for i in range(8)]
+    choice = plan_training(run, macs)
+    across = choice.run.layout.across
+    assert across > 1
+    assert all(each.run.layout.across > 1 for each in choice.beside)
+    assert all(
+        choice.prediction.step_seconds <= each.prediction.step_seconds for each in choice.beside
+    )
+    with pytest.raises(UserError):
+        plan_training(run.with_shares(1), macs)
+    facts = facts_for(run, macs, "metal")
+    job = think(JobOptions(training=run), replace(facts, budgets=budgets_of(facts.machines)))
+    assert (job.mesh.tp, job.stage_map) == (across, choice.plan.stage_map)

@@ -14,11 +14,11 @@ import mlx.core as mx
 import pytest
 import yaml
 
-from shardmlx.config.sweep import read_sweep
+from shardmlx.config.sweep import check_replicas, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import AgreedFailure, Stopped, UserError
+from shardmlx.pipeline.mesh import Mesh
 from shardmlx.training.command import train_model
-from shardmlx.training.sweep import check_replicas
 from tests.helpers.loaded_runs import loaded_runs
 from tests.helpers.local_transport import LocalNetwork, LocalTransport, alone
 from tests.helpers.models_and_batches import load_arrays
@@ -253,8 +253,8 @@ def test_what_runs_cannot_have_of_their_own_is_refused_by_name(
 
 def test_a_sweep_has_one_replica(options: dict[str, Any], tmp_path: Path) -> None:
     config = TrainConfig.from_flat(**swept(options, tmp_path))
-    check_replicas(config, replicas=1, stages=2)
+    check_replicas(config, Mesh(dp=1, pp=2))
     with pytest.raises(UserError) as refused:
-        check_replicas(config, replicas=2, stages=2)
+        check_replicas(config, Mesh(dp=2, pp=1))
     assert "2 replicas" in refused.value.problem
     assert refused.value.remedy == "give --pipeline-stages 2"
