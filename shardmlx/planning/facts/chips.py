@@ -1,7 +1,8 @@
-"""Describe Macs by chip and memory: the sizes that are sold, and the speed of the GPU.
+"""Describe Macs and NVIDIA GPUs by chip and memory: the sizes that are sold, and their speed.
 
-No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths are Apple's, as two lists have them that
-cite its specifications: huggingface.js's pull request 1937, and github.com/rlindsey2/sunkcost.
+No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths of Macs are Apple's, as two lists have
+them that cite its specifications: huggingface.js's pull request 1937, and
+github.com/rlindsey2/sunkcost. Those of GPUs are NVIDIA's data sheets'.
 """
 
 from __future__ import annotations
@@ -67,11 +68,44 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     }
 )
 
+
+class Gpu(NamedTuple):
+    """An NVIDIA GPU: the GB a second from its memory, the GB of memory that it is sold with, and
+    its published FLOP/s in 16 bits with sums in 32: dense, as MLX computes."""
+
+    bandwidth: int
+    sizes: tuple[int, ...]
+    flops: float
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "DGX Spark": Gpu(273, (128,), 125e12),
+        "GB10": Gpu(273, (128,), 125e12),
+        "RTX 4090": Gpu(1008, (24,), 165.2e12),
+        "RTX 5090": Gpu(1792, (32,), 209.5e12),
+        "RTX PRO 6000": Gpu(1792, (96,), 503.8e12),
+        "H100": Gpu(3350, (80,), 989.4e12),
+        "H200": Gpu(4800, (141,), 989.4e12),
+    }
+)
+"""GPUs beside which MLX runs on Linux. Nobody has run a Mac beside one. Of the H200 MLX reached 44%
+in bfloat16, measured by doctor; the other numbers are of data sheets alone."""
+
+ETHERNET = 1.1e9
+"""Bytes a second, each way: TCP over 10 Gbit/s Ethernet, which a Spark and Macs have."""
+
+OF_GPU = 15 / 16
+"""Share of a GPU's memory that MLX may take: the rest is CUDA's, and the display's."""
+
 WITH_RDMA = ("M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra")
 """Chips with Thunderbolt 5, between which macOS 26.2 has RDMA: Apple's technical note 3205."""
 
 _BY_KIND = MappingProxyType(
-    {kind_key(f"Apple {name}"): 1e9 * min(chip.bandwidth) for name, chip in CHIPS.items()}
+    {
+        **{kind_key(f"Apple {name}"): 1e9 * min(chip.bandwidth) for name, chip in CHIPS.items()},
+        **{kind_key(f"NVIDIA {name}"): 1e9 * gpu.bandwidth for name, gpu in GPUS.items()},
+    }
 )
 
 _MAC = re.compile(
@@ -126,7 +160,7 @@ def shares_by_bandwidth(machines: Sequence[Machine], size: int) -> tuple[int, ..
 
 def machines_of(text: str) -> tuple[Machine, ...]:
     """Return Macs like ``M2 16GB, M1 Max 24-core 32GB, 64GB``, joined by Thunderbolt; the last one
-    is of unknown speed.
+    is of unknown speed. ``DGX Spark 128GB, RTX 4090 24GB`` are boxes on Ethernet.
 
     A chip of several variants has the most GPU cores that are sold with this memory, unless they
     are given. ``UserError`` names what nobody sells, and the nearest.
@@ -155,12 +189,9 @@ def _machine(entry: str) -> Machine:
             remedy = f"write its chip, as in {_EXAMPLE}, or memory alone: {_SHOWN}"
             raise UserError(f"--machines has {entry!r}, which names no chip", remedy)
         return mac
-    names = {name.casefold(): name for name in CHIPS}
-    chip = names.get(" ".join(match["chip"].casefold().split()))
-    if chip is None:
-        near = get_close_matches(match["chip"].casefold(), names, n=1)
-        remedy = f"the nearest is {names[near[0]]}" if near else f"chips are M1 to M5: {_SHOWN}"
-        raise UserError(f"--machines has {entry!r}: unknown chip", remedy)
+    chip = _known(match["chip"], entry)
+    if chip in GPUS:
+        return _box(mac, chip, size, entry)
     asked = match["cores"]
     sold = [(cores, gigabytes) for cores, sizes in CHIPS[chip].sizes.items() for gigabytes in sizes]
     fitting = [cores for cores, each in sold if each == size and asked in (None, str(cores))]
@@ -178,4 +209,34 @@ def _machine(entry: str) -> Machine:
         bandwidth=1e9 * CHIPS[chip].bandwidth[-1 if cores == max(CHIPS[chip].sizes) else 0],
         rdma=RDMA_SUM_SECONDS if chip in WITH_RDMA else None,
         kind=kind_key(f"Apple {chip}"),
+    )
+
+
+def _known(chip: str, entry: str) -> str:
+    """Return the chip or GPU of this name. Raises ``UserError`` for an unknown one."""
+    names = {name.casefold(): name for name in (*CHIPS, *GPUS)}
+    asked = " ".join(chip.casefold().removeprefix("nvidia ").removeprefix("geforce ").split())
+    if asked in names:
+        return names[asked]
+    near = get_close_matches(asked, names, n=1)
+    remedy = f"chips are M1 to M5, {', '.join(GPUS)}: {_SHOWN}"
+    if near:
+        remedy = f"the nearest is {names[near[0]]}"
+    raise UserError(f"--machines has {entry!r}: unknown chip", remedy)
+
+
+def _box(machine: Machine, name: str, size: int, entry: str) -> Machine:
+    """Return a machine with an NVIDIA GPU, of whose memory it has ``size`` GB."""
+    gpu = GPUS[name]
+    if size not in gpu.sizes:
+        problem = f"--machines has {entry!r}: no such {name} is sold"
+        raise UserError(problem, f"it has {gpu.sizes[0]}GB")
+    return replace(
+        machine,
+        host=f"{name} {size}GB",
+        wired=int(size * GIB * OF_GPU),
+        flops=gpu.flops,
+        bandwidth=1e9 * gpu.bandwidth,
+        link=ETHERNET,
+        kind=kind_key(f"NVIDIA {name}"),
     )

@@ -13,6 +13,7 @@ from shardmlx.planning.facts.chips import (
     HERTZ,
     THUNDERBOLT,
     as_macs,
+    bandwidth_of,
     machines_of,
     shares_by_bandwidth,
 )
@@ -56,6 +57,30 @@ def test_memory_and_cores_give_the_speed(
     assert mac.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("words", "tflops", "bandwidth", "kind"),
+    [
+        ("DGX Spark 128GB", 125.0, 273e9, "nvidia-dgx-spark"),
+        ("NVIDIA GeForce RTX 4090 24GB", 165.2, 1008e9, "nvidia-rtx-4090"),
+        ("rtx pro 6000 96 GiB", 503.8, 1792e9, "nvidia-rtx-pro-6000"),
+        ("H200 141GB", 989.4, 4800e9, "nvidia-h200"),
+    ],
+)
+def test_a_box_has_the_speed_of_its_gpu_and_ethernet(
+    words: str, tflops: float, bandwidth: float, kind: str
+) -> None:
+    mac, box = as_macs(machines_of(f"M3 Ultra 96GB, {words}"))
+    assert box.memory is not None
+    assert box.wired is not None
+    assert box.flops == pytest.approx(tflops * 1e12)
+    assert box.kind == kind
+    assert bandwidth_of(Machine(host="box", kind=kind)) == box.bandwidth == bandwidth
+    assert 0.9 < box.wired / box.memory < 1
+    assert mac.link is not None
+    assert box.link is not None
+    assert box.link < mac.link
+
+
 def test_what_a_machine_says_that_it_wires_counts() -> None:
     (mac,) = machines_of("M4 24GB")
     assert as_macs([replace(mac, wired=20 * GIB)])[0].wired == 20 * GIB
@@ -89,6 +114,8 @@ def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone()
         ("0GB", "'0GB'", "write chip and memory"),
         ("", "''", "write chip and memory"),
         ("Intel 16GB", "unknown chip", "About This Mac"),
+        ("RTX 4091 24GB", "unknown chip", "the nearest is RTX 4090"),
+        ("RTX 4090 48GB", "no such RTX 4090 is sold", "it has 24GB"),
         ("MacBook Pro 16GB", "names no chip", "About This Mac"),
         ("Mac mini 24GB, M2 16GB", "'Mac mini 24GB'", "'M2 16GB, M1 Ultra 64GB'"),
         ("M2 16GB and M1 Ultra 64GB", "and", "commas between"),
