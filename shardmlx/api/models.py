@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import json
-import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardmlx.api.adapters import adapter_config
+from shardmlx.api.exports import archive
 from shardmlx.api.requests import (
     CreateModel,
     LoadState,
@@ -20,14 +17,12 @@ from shardmlx.api.requests import (
     TakeSnapshot,
 )
 from shardmlx.api.states import StateFile, StateStore
-from shardmlx.api.worker import OPTIMIZER, LoopWorker
+from shardmlx.api.worker import LoopWorker
 from shardmlx.checkpoint.export import Collection, HeldWeights
-from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.crew import Crew, Pending
-from shardmlx.errors import UserError, file_access
+from shardmlx.errors import UserError
 from shardmlx.inference.commands import NO_ADAPTER
-from shardmlx.modelfiles.safetensors_header import PlacedTensor, header_of, read_header
-from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from shardmlx.modelfiles.safetensors_header import read_header
 
 _FOR_SNAPSHOT = "/snapshot"
 """Name of a model that is there while a state becomes a snapshot; no client's has a slash first."""
@@ -53,10 +48,11 @@ class _Snapshot:
 
 @dataclass(eq=False)
 class Models:
-    """The models of a crew. Methods that give commands are called on the thread of the crew; they
-    raise ``UserError`` before any rank is told."""
+    """The models of a crew on the model ``base``. Methods that give commands are called on the thread
+    of the crew; they raise ``UserError`` before any rank is told."""
 
     crew: Crew[LoopWorker]
+    base: str
     store: StateStore | None = None
     most_snapshots: int = 1
     _facts: dict[str, _Facts] = field(default_factory=dict)
@@ -185,19 +181,7 @@ class Models:
     def export(self, state: str) -> bytes:
         """Return a tar archive of a state's adapter. May be called on any thread."""
         found = self._store().find(state)
-        content = _weights_alone(found)
-        config = dict(adapter_config(found.saved.lora, found.modules))
-        config["base_config_digest"] = found.base
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w") as tar:
-            for name, data in (
-                (ADAPTER_CONFIG_FILE, json.dumps(config, indent=4).encode()),
-                (ADAPTER_FILE, content),
-            ):
-                entry = tarfile.TarInfo(name)
-                entry.size = len(data)
-                tar.addfile(entry, io.BytesIO(data))
-        return archive.getvalue()
+        return archive(found, self.base, tied=self.crew.worker.opened.shape.tied)
 
     def _store(self) -> StateStore:
         if self.store is None:
@@ -321,18 +305,3 @@ def _check_tensors(saved: StateFile, held: Sequence[HeldWeights]) -> None:
                     f"{spec.shape} {spec.dtype}",
                     "load it with the version that saved it",
                 )
-
-
-def _weights_alone(state: StateFile) -> bytes:
-    """Return the bytes of a safetensors file with a state's weights, without its optimizer's."""
-    header = read_header(state.file)
-    weights: Mapping[str, PlacedTensor] = {
-        name: each for name, each in header.tensors.items() if not name.startswith(OPTIMIZER)
-    }
-    specs = [(name, each.shape, each.dtype) for name, each in weights.items()]
-    parts = [header_of(specs)]
-    with file_access("read", state.file), state.file.open("rb") as file:
-        for each in weights.values():
-            count = each.end - each.start
-            parts.append(read_exactly(file.fileno(), each.start, count, str(state.file)))
-    return b"".join(parts)

@@ -89,13 +89,13 @@ def serve_loop(spec: LoopSpec, crew: Crew[LoopWorker], tokenizer: TokenizerWrapp
             most=worker.plan.sequences,
             context=worker.opened.max_positions or worker.plan.cache_tokens,
             capacity=worker.plan.cache_tokens,
-            prefixes=PrefixCache(),
+            prefixes=PrefixCache.of(worker.opened.shape),
         )
     plan = worker.plan
     directory = spec.loop.state_dir
     store = None if directory is None else StateStore(Path(directory), worker.reporter)
     checker = Checker(worker.opened.shape.vocab_size, plan.most_length, plan.most_rank)
-    models = Models(crew, store, plan.most_snapshots)
+    models = Models(crew, spec.source.model, store, plan.most_snapshots)
     return TrainService(crew, checker, models, sampler)
 
 

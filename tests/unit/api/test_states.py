@@ -20,6 +20,7 @@ from shardmlx.api.states import StateStore
 from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
 from tests.helpers.loops import learn, on_ranks, rows_of
+from tests.helpers.models_and_batches import load_arrays
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -209,7 +210,10 @@ def test_mlx_lm_loads_an_exported_state(small: Path, tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(tmp_path / "adapter", filter="data")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["lora_parameters"]["rank"] == 4
+    assert config["lora_parameters"]["rank"] == config["r"] == 4
+    assert config["lora_alpha"] == 32
+    of_peft = load_arrays(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert of_peft["base_model.model.lm_head.lora_A.weight"].shape[0] == 4
     model = load_with_adapter(str(small), adapter_path=str(tmp_path / "adapter"))[0]
     scores = nn.log_softmax(model(mx.array(row["tokens"])[None])[0])
     expected = np.array(scores)[np.arange(len(row["tokens"])), row["target_tokens"]]
