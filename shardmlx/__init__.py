@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmlx.api.client import train_client
     from shardmlx.config.objective import OwnObjective
     from shardmlx.config.train import TrainConfig
     from shardmlx.distributed.messages import TransportError
@@ -52,6 +53,7 @@ __all__ = [
     "plan_training",
     "read_hostfile",
     "simulate",
+    "train_client",
     "train_model",
 ]
 
@@ -78,6 +80,7 @@ _WITH_MLX = {
     "TransportError": "distributed.messages",
     "build_stages": "engine.gathered_stage",
     "load_pipeline": "inference.text_pipeline",
+    "train_client": "api.client",
     "train_model": "training.command",
 }
 

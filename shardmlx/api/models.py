@@ -48,8 +48,8 @@ class _Snapshot:
 
 @dataclass(eq=False)
 class Models:
-    """The models of a crew on the model ``base``. Methods that give commands are called on the thread
-    of the crew; they raise ``UserError`` before any rank is told."""
+    """The models of a crew on the model ``base``. Methods that give commands are called on the
+    thread of the crew; they raise ``UserError`` before any rank is told."""
 
     crew: Crew[LoopWorker]
     base: str

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.api.checks import Checker
-from shardmlx.api.jobs import Job, LossJob
 from shardmlx.api.models import Models
+from shardmlx.api.open_requests import OpenLoss, OpenRequest
 from shardmlx.api.requests import (
     CreateModel,
     DeleteState,
@@ -79,10 +79,10 @@ class TrainService:
         self._models = models
         self._sampler = sampler
         self._changed = threading.Condition()
-        self._incoming: deque[Job] = deque()
-        self._open: dict[Future[Any], Job] = {}
+        self._incoming: deque[OpenRequest] = deque()
+        self._open: dict[Future[Any], OpenRequest] = {}
         self._ended: LoopEnded | None = None
-        self._queues: dict[str, deque[Job]] = {}
+        self._queues: dict[str, deque[OpenRequest]] = {}
         self._ordered: deque[_Ordered] = deque()
         self._done_samples: deque[str | None] = deque()
         """The snapshots of samples that are done, or that the client has cancelled."""
@@ -99,9 +99,9 @@ class TrainService:
         except UserError as error:
             future.set_exception(error)
             return future
-        job = Job(request, future)
+        job = OpenRequest(request, future)
         if isinstance(request, ForwardBackward):
-            job = LossJob(request, future, self._plan)
+            job = OpenLoss(request, future, self._plan)
         with self._changed:
             if self._ended is not None:
                 job.fail(self._ended)
@@ -212,7 +212,7 @@ class TrainService:
         self._order_steps()
         for name in [*self._queues]:
             queue = self._queues[name]
-            while queue and not isinstance(queue[0], LossJob):
+            while queue and not isinstance(queue[0], OpenLoss):
                 job = queue.popleft()
                 if not job.future.cancelled():
                     with job.answering():
@@ -223,7 +223,7 @@ class TrainService:
 
     def _order_steps(self) -> None:
         """Begin the micro-batches that stand first in all queues, about equally many of each."""
-        waiting = [queue for queue in self._queues.values() if isinstance(queue[0], LossJob)]
+        waiting = [queue for queue in self._queues.values() if isinstance(queue[0], OpenLoss)]
         mesh = self._plan.plan.mesh
         is_sampling = self._sampler is not None and not self._sampler.is_idle
         most = TOGETHER_WHILE_SAMPLING * mesh.pp if is_sampling else MOST_TOGETHER
@@ -238,10 +238,10 @@ class TrainService:
         pending = self._crew.begin_each(LoopWorker.step, of_ranks)
         self._ordered.append(_Ordered(pending, lambda values: self._take_results(taken, values)))
 
-    def _take_from(self, queue: deque[Job], room: int) -> list[tuple[LossJob, range]]:
+    def _take_from(self, queue: deque[OpenRequest], room: int) -> list[tuple[OpenLoss, range]]:
         """Take at most ``room`` micro-batches from the losses that stand first in a queue."""
-        taken: list[tuple[LossJob, range]] = []
-        while room > 0 and queue and isinstance(job := queue[0], LossJob):
+        taken: list[tuple[OpenLoss, range]] = []
+        while room > 0 and queue and isinstance(job := queue[0], OpenLoss):
             if not job.is_begun:
                 with job.answering():
                     self._models.check(job.loss.model)
@@ -258,7 +258,7 @@ class TrainService:
         return taken
 
     def _take_results(
-        self, taken: Sequence[tuple[LossJob, range]], values: Sequence[Sequence[Results]]
+        self, taken: Sequence[tuple[OpenLoss, range]], values: Sequence[Sequence[Results]]
     ) -> None:
         """Take in what the ranks have computed of some micro-batches of each job."""
         for place, (job, numbers) in enumerate(taken):
@@ -270,7 +270,7 @@ class TrainService:
                 with job.answering():
                     job.succeed(job.result())
 
-    def _carry_out(self, job: Job) -> None:
+    def _carry_out(self, job: OpenRequest) -> None:
         """Carry out a request that is no loss. Raises ``UserError``."""
         if isinstance(job.request, OptimStep):
             pending = self._models.begin_update(job.request.model, job.request)
@@ -310,7 +310,7 @@ class TrainService:
 
     # Samples.
 
-    def _begin_sample(self, job: Job, request: SamplePrompt) -> None:
+    def _begin_sample(self, job: OpenRequest, request: SamplePrompt) -> None:
         if self._sampler is None:
             raise UserError("this program does not sample", "give a schedule with a stage a rank")
         number = self._models.begin_sample(request.snapshot)
@@ -359,7 +359,7 @@ class TrainService:
         self._ordered.clear()
 
 
-def _answer_update(job: Job, norms: Sequence[float]) -> None:
+def _answer_update(job: OpenRequest, norms: Sequence[float]) -> None:
     norm = norms[0]
     with job.answering():
         if not math.isfinite(norm):

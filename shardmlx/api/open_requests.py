@@ -20,7 +20,7 @@ NO_MODEL = ""
 """Name of the queue of requests that are of no model."""
 
 
-class Job:
+class OpenRequest:
     """A request and its future, which a client may have cancelled."""
 
     def __init__(self, request: Request, future: Future[Any]) -> None:
@@ -58,7 +58,7 @@ class Job:
             self.fail(error)
 
 
-class LossJob(Job):
+class OpenLoss(OpenRequest):
     """A loss under way, cut into micro-batches, each on one of the replicas. Where a micro-batch is
     computed depends on the request's rows alone, and so do the bits of the gradients."""
 
