@@ -28,6 +28,7 @@ from shardmlx.islands.client import TOKEN
 from shardmlx.training.command import train_model
 from testbed.jobs import SECONDS_TO_END
 from testbed.rows import write
+from testbed.small_models import small_directory
 from tests.helpers.commands import at_calls, commands, failing_at
 from tests.helpers.island_hub import running_hub
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
@@ -141,8 +142,10 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(small, pirate, tmp_path_factory.mktemp("runs"))
+def runs(small_tokenizer: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    directory = tmp_path_factory.mktemp("runs")
+    model = small_directory(directory / "model", small_tokenizer, num_hidden_layers=RANKS)
+    return Runs(model, pirate, directory)
 
 
 @contextmanager
