@@ -52,18 +52,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
+POOLED = """
+    api bad_input best chat engine_mpi evaluate export failing_saves generate layouts nonfinite
+    outputs preferences profile resume same_as_mlx_lm stragglers tensor_shares transport weights
+    zero
+"""
+"""Tests in tests/mpi whose ranks stay between them: each rank more takes two seconds to start."""
+
 ONE_AT_A_TIME = {
     "tests/browser/": "browser",  # a port range
     "tests/lab/": "lab",  # network namespaces
-    # Ranks that stay between tests: four more take eight seconds to start.
-    "tests/mpi/test_engine_mpi.py": "four ranks",
-    "tests/mpi/test_layouts.py": "four ranks",
-    "tests/mpi/test_preferences.py": "four ranks",
-    "tests/mpi/test_resume.py": "four ranks",
-    "tests/mpi/test_same_as_mlx_lm.py": "four ranks",
-    "tests/mpi/test_tensor_shares.py": "four ranks",
-    "tests/mpi/test_transport.py": "four ranks",
-    "tests/mpi/test_zero.py": "four ranks",
+    **{f"tests/mpi/test_{name}.py": "ranks that stay" for name in POOLED.split()},
 }
 """What is shared by tests whose names begin so."""
 

@@ -34,9 +34,6 @@ from shardmlx.planning.facts.profile_file import read_profiles
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.memory.limits import MemoryLimits, ProcessMemory, budgets_of
 
-SETUP_SECONDS = 12 * 3600.0
-"""Seconds that ranks wait for one that downloads a large model, or tokenises much data."""
-
 GROWTH = 8 << 20
 """Measured bytes that a process takes after setup: buffers of MPI and BLAS, late imports."""
 

@@ -202,10 +202,10 @@ def read_shape(
     return _traced(json.dumps(config, sort_keys=True), sides)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=64)
 def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> ModelShape:
     """Return the shape of a model that no row declares; a run asks twice, and a large one takes
-    seconds."""
+    seconds. A shape is small: those of many models are kept."""
     fields = json.loads(config)
     with needs_mlx_lm(fields.get("model_type")):
         from shardmlx.models.sizes.undeclared import traced_shape

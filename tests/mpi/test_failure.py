@@ -69,7 +69,6 @@ def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
     [
         (1, "shardmlx.loading.rank_setup.ModelWorker.open", "kill"),
         (0, "shardmlx.training.worker.TrainWorker.load", "kill"),
-        (1, "shardmlx.training.run_worker.RunWorker.begin_checkpoint", "kill"),
         (1, "shardmlx.training.run_worker.RunWorker.save", "stop"),
     ],
 )

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from testbed.jobs import SECONDS_TO_END, Job, Running
@@ -14,14 +14,19 @@ from tests.helpers.mpirun import mpirun
 from tests.helpers.programs import PROGRAMS
 
 
+def wait_for(paths: Collection[Path]) -> None:
+    """Wait until ranks have written these files."""
+    end = time.monotonic() + 60.0
+    while not all(map(Path.exists, paths)) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
 def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:
     """Three ranks; ``meanwhile`` is given the process ids of mpirun and of the ranks."""
 
     def wait(mpirun_pid: int) -> None:
-        end = time.monotonic() + 60.0
         files = {rank: directory / str(rank) for rank in range(3)}
-        while not all(file.exists() for file in files.values()) and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_for([*files.values()])
         meanwhile(mpirun_pid, {rank: int(file.read_text()) for rank, file in files.items()})
 
     return mpirun(
@@ -40,7 +45,7 @@ def test_a_signal_to_any_rank_stops_the_run_in_order(tmp_path: Path) -> None:
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     def twice(mpirun: int, ranks: dict[int, int]) -> None:
         os.kill(ranks[1], signal.SIGTERM)
-        time.sleep(0.5)
+        wait_for([tmp_path / "1.saves"])
         os.kill(ranks[1], signal.SIGTERM)
 
     job = run("training", tmp_path, twice)

@@ -1,4 +1,7 @@
-"""A rank reads from disk, and holds in memory, the tensors of its own stages and no others."""
+"""A rank reads from disk, and holds in memory, the tensors of its own stages and no others.
+
+That tied matrices are needed at both ends is in ``tests/unit/loading/test_manifest.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,6 @@ time; a layer of the model has nearly three times as many."""
 @dataclass(frozen=True)
 class Model:
     path: Path
-    tied: bool
     sizes: dict[str, int]
 
     def bytes_of(self, layers: list[tuple[int, int]]) -> int:
@@ -38,39 +40,29 @@ class Model:
             number = int(name.split(".")[2])
             return any(start <= number < stop for start, stop in layers)
         if name.startswith("model.embed_tokens."):
-            return has_first or (has_last and self.tied)
+            return has_first
         return has_last
 
 
 @pytest.fixture
-def model(request: pytest.FixtureRequest, small_tokenizer: Path, tmp_path: Path) -> Model:
+def model(small_tokenizer: Path, tmp_path: Path) -> Model:
     """Two files of some 20 MB: eight layers of 4 MB, and matrices of 2 MB at both ends."""
-    tied: bool = request.param == "tied"
     size: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024}
     size["vocab_size"] = 5 * SMALL_VOCABULARY
-    config = tiny_config(layers=LAYERS, tied=tied, **size)
+    config = tiny_config(layers=LAYERS, **size)
     path = save_in_two_files(tmp_path / "model", config)
     shutil.copytree(small_tokenizer, path, dirs_exist_ok=True)
     arrays = load_arrays(*path.glob("*.safetensors"))
-    return Model(path, tied, {name: array.nbytes for name, array in arrays.items()})
+    return Model(path, {name: array.nbytes for name, array in arrays.items()})
 
 
-@pytest.mark.parametrize(
-    ("model", "flags"),
-    [
-        ("untied", ("--schedule", "zb-v", "--dtype", "bfloat16")),
-        ("tied", ("--schedule", "1f1b", "--fine-tune-type", "full")),
-    ],
-    indirect=["model"],
-)
-def test_a_rank_reads_and_holds_only_its_stages(
-    flags: tuple[str, ...], model: Model, pirate: Path, tmp_path: Path
-) -> None:
+def test_a_rank_reads_and_holds_only_its_stages(model: Model, pirate: Path, tmp_path: Path) -> None:
+    """Of a V, cast from float32 to bfloat16."""
     arguments: list[str | Path] = ["--model", model.path, "--data", pirate]
     arguments += ["--adapter-path", tmp_path / "adapters"]
     arguments += ["--num-layers", "2", "--iters", "1", "--batch-size", "2", "--val-batches", "0"]
-    arguments += ["--memory-limit", "700MB"]
-    mpirun(RANKS, PROGRAMS / "load_stages.py", tmp_path, *arguments, *flags).well()
+    arguments += ["--memory-limit", "700MB", "--schedule", "zb-v", "--dtype", "bfloat16"]
+    mpirun(RANKS, PROGRAMS / "load_stages.py", tmp_path, *arguments).well()
     seen = []
     for rank in range(RANKS):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
@@ -83,8 +75,7 @@ def test_a_rank_reads_and_holds_only_its_stages(
             assert expected <= report["loading"] <= expected + SLACK
             assert report["running"] <= expected + 2 * SLACK
         # A tensor exists twice while it is cast, and one at a time is.
-        held = expected / 2 if "--dtype" in flags else expected
-        largest = max(model.sizes.values()) if "--dtype" in flags else 0
-        assert held <= report["peak"] <= held + largest + SLACK
+        held = expected / 2
+        assert held <= report["peak"] <= held + max(model.sizes.values()) + SLACK
     layers = [layer for start, stop in seen for layer in range(start, stop)]
     assert sorted(layers) == list(range(LAYERS))

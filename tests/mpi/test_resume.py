@@ -73,7 +73,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "two stages": (2, []),
     "zb-v": (2, ["--schedule", "zb-v"]),
     "one rank": (1, ["--micro-batch-size", "4"]),
-    "three stages": (3, ["--schedule", "gpipe"]),
+    "four stages": (4, ["--schedule", "gpipe"]),
     "two by two": (4, ["--pipeline-stages", "2", "--schedule", "zb-h1"]),
     "four replicas": (4, ["--pipeline-stages", "1"]),
 }
@@ -81,7 +81,7 @@ BEGUN = {ADAM: "two stages", SGD: "two by two"}
 """Layouts in which runs begin. Two replicas of a full fine-tune divide the optimizer's state."""
 
 OTHERS = {
-    ADAM: ["three stages"],
+    ADAM: ["four stages"],
     # Of a tied matrix it matters whether one rank has both ends, and whether there are replicas.
     SGD: ["zb-v", "one rank", "four replicas"],
 }

@@ -132,11 +132,9 @@ HYBRID: dict[str, Any] = {
 UNDECLARED = {
     "qwen3_5": HYBRID,
     "granitemoehybrid": {**HYBRID, "fine_tune_type": "full"},
-    "gemma4_text": HYBRID,
-    "hunyuan": {**HYBRID, "fine_tune_type": "full"},
 }
-"""Models of no declared family: two whose layers keep a state, with a sequence longer than a piece,
-and two whose layers share keys and values."""
+"""Models of no declared family, whose layers keep a state, with a sequence longer than a piece.
+Layers that share keys and values are in ``tests/unit/models/test_carried.py``."""
 
 CONFIGS |= UNDECLARED
 
@@ -149,8 +147,6 @@ RUNS = [
     ("lora of the last layers", "four stages"),
     ("full with muon", "two ranks, interleaved"),
     ("qwen3_5", "two stages"),
-    ("gemma4_text", "four stages"),
-    ("hunyuan", "four stages"),
     ("granitemoehybrid", "two by two"),
 ]
 

@@ -53,18 +53,18 @@ def test_two_ranks_with_equal_shares(small: Path, small_quantised: Path, adapter
     [
         (2, 2, ("gemma3", "gpt_oss", QUANTISED, WHOLE_EXPERTS)),
         (4, 2, ("mixtral", NINE_HEADS)),
-        (3, 3, ("llama",)),
     ],
 )
 def test_texts_are_those_of_mlx_lm(ranks: int, count: int, models: Sequence[str]) -> None:
-    """Together, in a conversation that goes on, and with drafts; of nine heads one rank has six."""
+    """Together, in a conversation that goes on, and with drafts; of nine heads one rank has six.
+    Three and four shares are in ``tests/unit/models/test_shares.py``."""
     job = run_in_pool(ranks, PROGRAMS / "shared_texts.py", str(count), *models)
     found = json.loads(job.well().stdout)
     assert {name: texts for name, (texts, _, _) in found.items()} == {
         name: expected_texts(name) for name in models
     }
     assert all(cached == len(TOGETHER[0]) + FEW - 1 for _, cached, _ in found.values())
-    assert sum(accepted for *_, accepted in found.values()) > 0 or ranks == 3
+    assert sum(accepted for *_, accepted in found.values()) > 0
 
 
 def test_two_stages_of_two_ranks_evaluate(small: Path, pirate: Path, tmp_path: Path) -> None:
@@ -246,7 +246,6 @@ def test_rdma_is_taken_where_all_ranks_have_it() -> None:
 @pytest.mark.parametrize(
     ("how", "command", "during", "said"),
     [
-        ("kill", "generate", "decode of sequence 0", "died"),
         ("kill", "evaluate", "scoring, batch ", "died"),
         (
             "stop",

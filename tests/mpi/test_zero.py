@@ -113,15 +113,14 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
 
 
 KILLS = [
-    ("scatter:4", 4, "int8", ("--zero", "1", "--pipeline-stages", "2", "--replica-rows", "3,1")),
-    ("gathering:4", 2, "float32", ("--zero", "3", "--recompute", "full")),
+    ("scatter:4", "int8", ("--zero", "1", "--replica-rows", "3,1")),
+    ("gathering:4", "float32", ("--zero", "3", "--recompute", "full")),
 ]
 
 
-@pytest.mark.parametrize(("when", "ranks", "sums", "more"), KILLS)
+@pytest.mark.parametrize(("when", "sums", "more"), KILLS)
 def test_a_replica_that_is_killed_in_an_exchange_costs_no_more_than_steps(
     when: str,
-    ranks: int,
     sums: str,
     more: tuple[str | Path, ...],
     small: Path,
@@ -131,15 +130,15 @@ def test_a_replica_that_is_killed_in_an_exchange_costs_no_more_than_steps(
     """It is named, and the run goes on from its newest checkpoint as if nothing had happened: to
     the bit, also what int8 rounds off of sums."""
     more = (*more, *in_file(tmp_path / "sums.yaml", sum_dtype=sums))
-    whole = Run(tmp_path / "whole", small, pirate, *more, ranks=ranks)
+    whole = Run(tmp_path / "whole", small, pirate, *more)
     killed = tmp_path / "killed"
     arguments = [*flags_of(killed, small, pirate, *more), "--timeout", "5"]
-    line = mpirun(ranks, PROGRAMS / "failing_rank.py", "1", when, "kill", *arguments).failure(
+    line = mpirun(2, PROGRAMS / "failing_rank.py", "1", when, "kill", *arguments).failure(
         *AFTER_A_KILL
     )
     assert re.search(r"failed: rank \d on .+: rank 1 on \S+ died \(was it killed", line), line
     assert [each["step"] for each in events(killed / "metrics", "train")] == [1, 2, 3]
-    resumed = Run(killed, small, pirate, *more, ranks=ranks)
+    resumed = Run(killed, small, pirate, *more)
     assert {step: resumed.steps[step] for step in (3, 4)} == {
         step: whole.steps[step] for step in (3, 4)
     }

@@ -2,7 +2,7 @@
 and then save for a second.
 
 While ``loading`` or ``summing`` nobody asks for signals. Every rank that is at work writes its
-process id to DIRECTORY/RANK.
+process id to DIRECTORY/RANK, and every rank that saves makes DIRECTORY/RANK.saves.
 """
 
 import os
@@ -32,6 +32,7 @@ def work(options: None, transport: Transport, blas: Blas) -> None:
         asked = transport.stop_requested() if phase == "training" else None
         number = transport.broadcast(asked, what=f"step {step}")
         if number is not None:
+            Path(directory, f"{transport.rank}.saves").touch()
             time.sleep(1.0)
             transport.barrier("saving")
             raise Stopped(number, f"stopped by {signal.Signals(number).name}: saved")

@@ -121,7 +121,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("cut", [[4], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_text_is_the_same(choice: str, cut: list[int]) -> None:
     tokens = prompt(12)
@@ -135,12 +135,10 @@ def test_a_text_is_the_same(choice: str, cut: list[int]) -> None:
     assert 0 < counts.accepted < counts.drafted
 
 
-@pytest.mark.parametrize("cut", [[4], [2, 2]], ids=str)
-def test_ranks_that_share_a_stage_compute_the_same_items(
-    cut: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_share_a_stage_compute_the_same_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same order, for in sums each waits for the others: with a text that is cancelled, and
     with kept beginnings. The first rank holds no messages that have been sent."""
+    cut = [2, 2]
     begun: dict[int, list[Item]] = {rank: [] for rank in range(2 * len(cut))}
     start = StageWorker.start
 
@@ -200,7 +198,7 @@ def test_a_text_is_the_same_beyond_its_caches(kind: str, how: dict[str, Any]) ->
 @pytest.mark.parametrize("cancels", [False, True], ids=["ends", "cancelled"])
 def test_a_text_ends_at_any_time_while_rounds_are_under_way(cut: list[int], cancels: bool) -> None:
     """Within a round, and before those behind it have come: the next goes on from what is kept."""
-    tokens, texts = prompt(12), 14
+    tokens, texts = prompt(12), 11
 
     def work(first_stage: FirstStage) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in range(texts)]
@@ -271,7 +269,7 @@ def test_drafts_count_as_accepted_when_their_tokens_come() -> None:
 
 @pytest.mark.parametrize("cut", [[4], [1, 2, 1]], ids=str)
 def test_many_random_rounds_leave_the_caches_of_plain_steps(cut: list[int]) -> None:
-    tokens, count = prompt(12), 100
+    tokens, count = prompt(12), 70
 
     def work(first_stage: FirstStage) -> tuple[list[int], list[np.ndarray]]:
         first_stage.add(0, tokens, SamplingParams(), context=400)
@@ -288,7 +286,7 @@ def test_many_random_rounds_leave_the_caches_of_plain_steps(cut: list[int]) -> N
     how: Any = {"prefix_cache": PrefixCache(), "drafting": drafting}
     (drafted, others), counts = staged("plain", cut, counted(work), **how)
     assert drafted == plain
-    assert counts.rounds >= 45
+    assert counts.rounds >= 30
     for state, other in zip(states, others, strict=True):
         np.testing.assert_allclose(state, other, atol=1e-4)
 

@@ -144,8 +144,11 @@ def test_a_hub_that_is_stopped_ends_at_once_though_an_island_waits(tmp_path: Pat
     with ThreadPoolExecutor(1) as pool:
         with clients(tmp_path) as (hub, ann, _):
             url = f"{hub.url}/fragments/0?after=0"
+            island = hub.rounds.islands["ann"]
+            before = island.heard
             waiting = pool.submit(httpx.get, url, headers=ann.http.headers, timeout=60)
-            time.sleep(0.3)
+            while island.heard == before and not waiting.done():
+                time.sleep(0.01)
             began = time.monotonic()
         assert time.monotonic() - began < hub_api.SECONDS_TO_WAIT / 2
         with pytest.raises(httpx.TransportError):

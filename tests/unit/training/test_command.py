@@ -1,10 +1,16 @@
-"""What ``train`` says and refuses before it trains: rows as they count, the plan, a port in use."""
+"""What ``train`` shows and refuses beside training: rows as they count, the plan, its page."""
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from shardmlx.common.http_listener import bind
@@ -70,6 +76,37 @@ def test_where_no_speed_is_known_a_dry_run_says_no_time(
     lines = said(options | {"dry_run": True}, capsys)
     (time,) = (each for each in lines if each.startswith("Time of a step: "))
     assert time.startswith("Time of a step: not known: measure it with shardmlx profile")
+
+
+def test_a_run_can_be_looked_at_while_it_trains(
+    options: dict[str, Any], tmp_path: Path, capsys: Capture
+) -> None:
+    """Its page and its events, also beside somebody who hangs, until it ends."""
+    told: list[Mapping[str, Any]] = []
+    addresses: list[str] = []
+
+    def look(event: str, values: Mapping[str, Any]) -> None:
+        if event != "train" or values["step"] != 3:
+            return
+        said = capsys.readouterr().out
+        addresses.extend(re.findall(r"^The run at (http://127\.0\.0\.1:\d+)$", said, re.M))
+        (address,) = addresses
+        hanging = stack.enter_context(
+            socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+        )
+        hanging.sendall(b"GET /events HTTP/1.1\r\n")
+        assert "<h1" in httpx.get(address).text
+        told.extend(httpx.get(f"{address}/events?after=0").json()["events"])
+
+    options |= {"metrics_port": 0, "iters": 4, "steps_per_report": 1, "val_batches": 0}
+    config = TrainConfig.from_flat(**options)
+    with ExitStack() as stack:
+        alone(lambda rank: train_model(config, rank, on_event=look))
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert [each["event"] for each in told] == ["start", "train", "train"]
+    assert told == lines[:3]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(addresses[0])
 
 
 def test_a_port_that_is_taken_ends_the_run_before_anything_is_loaded(
