@@ -58,3 +58,8 @@ class Mesh:
     def replicas_of(self, pipeline_rank: int, share: int = 0) -> tuple[int, ...]:
         """Return the world ranks that hold the same share of the same stages, one a replica."""
         return tuple(self.rank(replica, pipeline_rank) + share for replica in range(self.dp))
+
+    def pipeline_of(self, replica: int) -> tuple[int, ...]:
+        """Return the world ranks of one replica, in pipeline order."""
+        first = self.rank(replica, 0)
+        return tuple(range(first, first + self.pp * self.tp))
