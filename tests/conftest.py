@@ -62,6 +62,7 @@ POOLED = """
 ONE_AT_A_TIME = {
     "tests/browser/": "browser",  # a port range
     "tests/lab/": "lab",  # network namespaces
+    "tests/unit/house/": "house",  # sources that are parsed once
     **{f"tests/mpi/test_{name}.py": "ranks that stay" for name in POOLED.split()},
 }
 """What is shared by tests whose names begin so."""

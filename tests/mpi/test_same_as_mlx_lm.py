@@ -83,7 +83,7 @@ CHAT: dict[str, Any] = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": CHAT,
-    "lora, Mistral's tokenizer": {**CHAT, "iters": 3},
+    "lora, Mistral's tokenizer": {**CHAT, "iters": 2, "val_batches": 1, "test_batches": 1},
     TESTED: {**CHAT, "train": False, "test_batches": -1},
     "full": {
         "fine_tune_type": "full",
