@@ -105,25 +105,18 @@ def test_the_same_layout_goes_on_to_the_bit(
     assert len(whole.saved("errors")) >= 2 * len(whole.saved("weights"))
 
 
-def test_a_run_goes_on_on_another_device(
+def test_a_run_goes_on_on_another_device_and_without_them_from_an_older_checkpoint(
     small_tied: Path, pirate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = Run(tmp_path / "a", 2, small_tied, pirate)
     interrupted(whole, tmp_path / "b", backend="metal")
     assert Run(tmp_path / "b", 2, small_tied, pirate, device="cpu").weights == whole.weights
-    printed = capsys.readouterr().out
-    assert "Computing on the CPU" in printed
-
-
-def test_a_run_begins_without_them_after_an_older_checkpoint(
-    small_tied: Path, pirate: Path, tmp_path: Path
-) -> None:
-    whole = Run(tmp_path / "a", 2, small_tied, pirate)
-    interrupted(whole, tmp_path / "b", lacks="errors")
-    without = Run(tmp_path / "b", 2, small_tied, pirate).weights
+    assert "Computing on the CPU" in capsys.readouterr().out
+    interrupted(whole, tmp_path / "c", lacks="errors")
+    without = Run(tmp_path / "c", 2, small_tied, pirate).weights
     assert without != whole.weights, "they matter"
-    interrupted(whole, tmp_path / "c", scale=65536.0)
-    assert Run(tmp_path / "c", 2, small_tied, pirate).weights == without, "of a scaled loss"
+    interrupted(whole, tmp_path / "d", scale=65536.0)
+    assert Run(tmp_path / "d", 2, small_tied, pirate).weights == without, "of a scaled loss"
 
 
 def test_a_run_that_is_refused_lets_go_of_its_checkpoints(
