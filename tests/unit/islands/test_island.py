@@ -36,7 +36,7 @@ from tests.helpers.islands import (
     use_tokens,
     weights_of,
 )
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import LocalNetwork, alone
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -133,7 +133,7 @@ def test_a_parameter_server_is_data_parallel(lab: Lab, tmp_path: Path) -> None:
     both = [*rows["ann"], *rows["bob"]]
     whole = {**made["ann"], "batch_size": 4, "adapter_path": str(tmp_path / "whole")}
     whole["data"] = write(tmp_path / "both", train=both, valid=both)
-    LocalNetwork(1).run(lambda rank: train_model(TrainConfig.from_flat(**whole), rank))
+    alone(lambda rank: train_model(TrainConfig.from_flat(**whole), rank))
     for name, array in saved({"whole": whole}, "whole").items():
         np.testing.assert_allclose(found[name], array, atol=1e-6, err_msg=name)
 
@@ -170,7 +170,7 @@ def test_what_an_encoding_leaves_out_is_told_later(encoding: str, ranks: int, la
     how = {"outer_optimizer": "average", "encoding": encoding}
     newest = weights_of(lab.train(made, {"ann": ranks}, **how))
     config = TrainConfig.from_flat(**{**made["ann"], "iters": H})
-    LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
+    alone(lambda rank: train_model(config, rank))
     for name, array in saved(made, "ann").items():
         learnt = np.abs(array).max()
         np.testing.assert_allclose(newest[name], array, atol=0.01 * learnt, err_msg=name)

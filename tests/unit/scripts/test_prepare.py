@@ -23,7 +23,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.command import train_model
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import alone
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
@@ -121,7 +121,7 @@ def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
         steps_per_eval=5,
         val_batches=-1,
     )
-    LocalNetwork(1, timeout=100).run(lambda rank: train_model(config, rank, on_event=listen))
+    alone(lambda rank: train_model(config, rank, on_event=listen))
     before, after = accuracy
     assert before == 0.5
     assert after > 0.9

@@ -17,7 +17,7 @@ from shardmlx.training.command import train_model
 from shardmlx.training.outputs import Kept
 from shardmlx.training.worker import TrainWorker
 from tests.helpers.loaded_runs import trained_run, with_loaded_runs
-from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.local_transport import LocalNetwork, LocalTransport, alone
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.saved_adapters import write_earlier_outputs
 
@@ -186,7 +186,7 @@ def test_checkpoints_may_be_in_the_directory_of_the_adapters(options: dict[str, 
 
         with_loaded_runs(TrainConfig.from_flat(**options | {"iters": 8}), transport, train_again)
 
-    LocalNetwork(1, timeout=60).run(work)
+    alone(work)
 
 
 def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
@@ -204,5 +204,5 @@ def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
         with_loaded_runs(TrainConfig.from_flat(**options), transport, train_again)
         train_model(TrainConfig.from_flat(**options), transport)
 
-    LocalNetwork(1, timeout=60).run(work)
+    alone(work)
     assert not [each for each in places if (Path(each) / ".lock").exists()]

@@ -25,7 +25,7 @@ from shardmlx.training.profiling import ProfileWorker, profile
 from testbed.tiny_models import tiny_config
 from tests.helpers.commands import commands
 from tests.helpers.fake_models import TINY, model_files, write
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import alone
 
 PART = Seconds(1.0, 1.0, 1.0, 0.1)
 SAMPLE = Sample(rows=1, length=8, layer=PART, frozen=PART, embedding=PART, head=PART)
@@ -104,7 +104,7 @@ def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
             worker.output = output_becomes
             lead(transport, worker, partial(profile, options, QUIET, Blas("none")))
 
-        LocalNetwork(1, timeout=20).run(rank)
+        alone(rank)
 
     profiled(None)
     assert len(read_profile(output).machines) == 1

@@ -24,7 +24,7 @@ from shardmlx.training.rows import share_of
 from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.worker import TrainWorker
 from tests.helpers.loaded_runs import with_loaded_runs
-from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.local_transport import LocalNetwork, LocalTransport, alone
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory
 
@@ -121,7 +121,9 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
         computed = sum(math.prod(part.shape) for part in share.microbatches)
         return computed, int(batch.spans[:, 1].sum() - batch.spans[1::2, 0].sum() + 2)
 
-    ((computed, once),) = LocalNetwork(1).run(lengths)
+    counts = alone(lengths)
+    assert counts is not None
+    computed, once = counts
     assert (computed == once) == (objective != "kto")
 
 

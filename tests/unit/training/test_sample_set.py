@@ -24,7 +24,7 @@ from shardmlx.training.sample_set import RowError
 from shardmlx.training.set_part import MOST_ROWS
 from testbed.rows import write
 from tests.helpers.letters import Letters, listed
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import alone
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -293,10 +293,10 @@ def test_a_run_ends_in_order_at_a_row_that_cannot_be_used(small: Path, tmp_path:
     )
     named = rf"train\.jsonl:{third + 1} "
     with pytest.raises(AgreedFailure, match=rf"step \d: .*{named}") as error:
-        LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
+        alone(lambda rank: train_model(config, rank))
     assert "take it out" in str(error.value)
     assert f"with others, start from what is in {out}" in str(error.value)
     assert (out / "adapters.safetensors").exists()
     dry = config.changed(dry_run=True)
     with pytest.raises(UserError, match=named):
-        LocalNetwork(1, timeout=60).run(lambda rank: train_model(dry, rank))
+        alone(lambda rank: train_model(dry, rank))
