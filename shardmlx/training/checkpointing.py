@@ -29,8 +29,8 @@ class Checkpoints:
 
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
-        self._job = job = crew.worker.job
-        self._place = job.resumption.place
+        self._run = run = crew.worker.run
+        self._place = run.resumption.place
         self._point: Point | None = None
         self._saved_step = 0
         self.is_writing = False
@@ -45,7 +45,7 @@ class Checkpoints:
 
     def restore(self) -> None:
         """Let all ranks take their part of the checkpoint to resume. Raises ``UserError``."""
-        found = self._job.resumption.found
+        found = self._run.resumption.found
         assert found is not None, "there is one to resume"
         headers = self._crew.all(RunWorker.headers)
         missing = self._crew.all(RunWorker.missing, headers)
@@ -57,7 +57,7 @@ class Checkpoints:
 
     def go_on_from(self, point: Point) -> None:
         """Resume the run at a restored ``point``, which is not saved again in the same place."""
-        found = self._job.resumption.found
+        found = self._run.resumption.found
         self.mark(point)
         if found is not None and self._place is not None and self._place.store == found.store:
             self._saved_step = point.step
@@ -94,11 +94,11 @@ class Checkpoints:
         if saved is None:
             return
         self.is_writing = False
-        self._job.reporter.say(
+        self._run.reporter.say(
             f"step {saved.step}: checkpoint of {gibibytes(saved.nbytes)} written in "
             f"{saved.seconds:.1f} s, for which training waited {self._exposed:.2f} s"
         )
-        self._job.reporter.event(
+        self._run.reporter.event(
             "checkpoint",
             {
                 "step": saved.step,
@@ -110,18 +110,18 @@ class Checkpoints:
 
     def _manifest(self, point: Point) -> Manifest:
         """Return the manifest of the checkpoint but for its files."""
-        assert self._job.identity is not None, "rank 0 has it"
-        plan = self._job.training.plan
+        assert self._run.identity is not None, "rank 0 has it"
+        plan = self._run.training.plan
         return Manifest(
             step=point.step,
             files=(),
-            identity=self._job.identity,
+            identity=self._run.identity,
             state=in_json(point.state),
             plan={  # for people to read: any layout can resume it
                 **asdict(plan.mesh),
                 "schedule": plan.schedule,
                 "num_layers": list(plan.stage_map.partition.sizes),
-                "backend": self._job.planned.cluster.backend,
+                "backend": self._run.job.cluster.backend,
             },
             versions=package_versions(),
         )

@@ -40,12 +40,12 @@ class Evaluation:
 
     def batches(self, name: str, *, loop: bool) -> Batches:
         """Return the batches of a data set."""
-        job = self.crew.worker.job
-        assert job.data is not None, "rank 0 has the data"
-        samples = getattr(job.data, name)
-        batch = job.training.way.batch
-        objective = job.objective
-        config = job.config
+        run = self.crew.worker.run
+        assert run.data is not None, "rank 0 has the data"
+        samples = getattr(run.data, name)
+        batch = run.training.way.batch
+        objective = run.objective
+        config = run.config
         most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.facts.has_reference and most != -1
@@ -55,7 +55,7 @@ class Evaluation:
             batch.max_seq_length,
             self.random,
             loop=loop,
-            widths=job.training.plan.widths,
+            widths=run.training.plan.widths,
             swaps=objective is not None and objective.swaps,
             most=most if is_limited else None,
         )
@@ -63,28 +63,28 @@ class Evaluation:
     def draw(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches of a data set, and say what was found out of their rows. Raises
         ``RowError`` for a row that cannot be used, or for whose length memory lacks."""
-        job = self.crew.worker.job
-        assert job.data is not None, "rank 0 has the data"
-        samples: SampleSet = getattr(job.data, name)
+        run = self.crew.worker.run
+        assert run.data is not None, "rank 0 has the data"
+        samples: SampleSet = getattr(run.data, name)
         for batch in batches:
             for text in samples.news():
-                job.reporter.warn(text)
+                run.reporter.warn(text)
             self._check_length(name, batch.shape[1])
             yield batch
 
     def _check_length(self, name: str, length: int) -> None:
         """Raise ``RowError`` if a batch, of which no row was known when the run was planned, takes
         more memory than there is."""
-        job = self.crew.worker.job
-        of_step, forward = job.training.lengths.longest
+        run = self.crew.worker.run
+        of_step, forward = run.training.lengths.longest
         is_step = name == "train"
         known = of_step if is_step else max(of_step, forward)
         if length <= max(known, self._longest.get(name, 0)):
             return
         self._longest[name] = length
         found = (length, forward) if is_step else (of_step, length)
-        peaks = job.training.memory(job.planned.cluster, found)
-        for rank, (memory, limits) in enumerate(zip(peaks, job.planned.limits, strict=True)):
+        peaks = run.training.memory(run.job.cluster, found)
+        for rank, (memory, limits) in enumerate(zip(peaks, run.job.limits, strict=True)):
             if memory.peak > limits.memory:
                 raise RowError(
                     f"{would_take(rank, limits.budget, memory.peak)} for a sequence of the {name} "
@@ -92,7 +92,7 @@ class Evaluation:
                     f"has {known + 1}",
                     f"give --max-seq-length {known + 1}, or take the row out",
                 )
-        job.reporter.warn(
+        run.reporter.warn(
             f"a sequence of the {name} set is longer than those that were looked at: {length + 1} "
             f"tokens, padded, and not {known + 1}; it fits in memory"
         )
@@ -100,15 +100,15 @@ class Evaluation:
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
         """Return the mean loss of a token, or pair, and what preferences say; None for a set
         without a batch, or without a token that counts. Raises ``StopRequested``."""
-        job = self.crew.worker.job
-        assert job.data is not None, "rank 0 has the data"
-        available = job.data.sizes()[name] // job.training.way.batch.batch_size
+        run = self.crew.worker.run
+        assert run.data is not None, "rank 0 has the data"
+        available = run.data.sizes()[name] // run.training.way.batch.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
         batches = islice(self.draw(name, self.batches(name, loop=False)), remaining)
         pending = []
-        with job.reporter.bar(description, remaining) as bar:
+        with run.reporter.bar(description, remaining) as bar:
             for rows in self.groups(batches):
                 args = [(of_rank, description) for of_rank in rows]
                 pending.append(self.crew.begin_each(RunWorker.evaluate, args))
@@ -116,21 +116,21 @@ class Evaluation:
         answers = [each.values() for each in pending]
         count = sum(of_ranks[0][1] for of_ranks in answers)
         if not count:
-            job.reporter.warn(f"{description}: no token of these batches counts: no loss")
+            run.reporter.warn(f"{description}: no token of these batches counts: no loss")
             return None
         totals = [
             np.sum([sums for sums, _ in of_rank], axis=0) for of_rank in zip(*answers, strict=True)
         ]
         loss = float(sum(total[0] for total in totals)) / count
-        return loss, means_of(totals, job.objective)
+        return loss, means_of(totals, run.objective)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[list[Rows]]]:
         """Yield the rows of as many batches at once as keep all stages busy, for each rank. Raises
         ``StopRequested`` between two."""
-        job = self.crew.worker.job
+        run = self.crew.worker.run
         transport = self.crew.transport
-        plan = job.training.plan
-        microbatches = -(-plan.microbatches // 2) if job.shares_prompts else plan.microbatches
+        plan = run.training.plan
+        microbatches = -(-plan.microbatches // 2) if run.shares_prompts else plan.microbatches
         at_once = -(-4 * plan.mesh.pp // microbatches)
         source = iter(batches)
         while group := list(islice(source, at_once)):

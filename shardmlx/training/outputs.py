@@ -38,8 +38,8 @@ class Outputs:
 
     def __init__(self, crew: Crew[RunWorker], soundness: Soundness) -> None:
         self._crew = crew
-        self._job = crew.worker.job
-        self._options = options = self._job.config
+        self._run = crew.worker.run
+        self._options = options = self._run.config
         self._soundness = soundness
         self._path = Path(options.adapter_path)
         self.last = options.last_path
@@ -64,11 +64,11 @@ class Outputs:
     def say_best(self) -> None:
         """Say where the best weights are, or that none are kept."""
         if self.kept is not None:
-            self._job.reporter.say(
+            self._run.reporter.say(
                 f"The best, before step {self.kept.step}, is in {self.kept.place}"
             )
         elif self._options.keep == BEST:
-            self._job.reporter.warn(
+            self._run.reporter.warn(
                 f"no validation has found best weights, and {self._path} was left as it is: the "
                 f"last weights are in {self.last}"
             )
@@ -94,12 +94,12 @@ class Outputs:
         self.kept = self._found(before)
         about = f"The best so far, before step {before.step}"
         if self.kept is None:
-            self._job.reporter.warn(
+            self._run.reporter.warn(
                 f"{about}, was in {before.place}, where it is no more: the best of the steps that "
                 "follow will be kept"
             )
         elif self.kept.place != str(self._path):
-            self._job.reporter.say(f"{about}, is in {self.kept.place}, and stays there")
+            self._run.reporter.say(f"{about}, is in {self.kept.place}, and stays there")
 
     def take_best(self) -> bool:
         """Put the best weights into the stages; return whether there are any."""
@@ -117,10 +117,10 @@ class Outputs:
         """Write the present weights, and return whether it has. If none has moved since they were
         loaded, they are untrained, or a checkpoint's, which do not replace what is later."""
         if self._soundness.unmoved() is not None:
-            if self._job.resumption.found is None:
+            if self._run.resumption.found is None:
                 return False
             if self._is_later(directory):
-                self._job.reporter.say(
+                self._run.reporter.say(
                     f"{directory} has what was saved after this run's checkpoint: it stays. To "
                     "write the checkpoint's weights, name another --adapter-path"
                 )
@@ -130,7 +130,7 @@ class Outputs:
         return True
 
     def _is_later(self, directory: Path) -> bool:
-        found = self._job.resumption.found
+        found = self._run.resumption.found
         assert found is not None, "only a run that goes on has a checkpoint"
         marker = found.store.path(found.manifest.step) / MARKER
         since = marker.stat().st_mtime if marker.exists() else 0.0

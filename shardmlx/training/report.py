@@ -46,25 +46,25 @@ class TrainingReport:
 
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
-        self._job = job = crew.worker.job
-        training = job.training
-        self._hosts = job.transport.hosts
+        self._run = run = crew.worker.run
+        training = run.training
+        self._hosts = run.transport.hosts
         self._totals = Totals()
-        self._reporter = job.reporter
+        self._reporter = run.reporter
         self._steps: list[StepResult] = []
         """Steps since the last report."""
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches of rank 0 by length
-        self._growth = Growth(self._hosts, job.planned.limits)
+        self._growth = Growth(self._hosts, run.job.limits)
         length = training.mean_length
-        work = Work.of(training.plan, training.workload, job.planned.cluster, length)
+        work = Work.of(training.plan, training.workload, run.job.cluster, length)
         self._watch = Watch(self._hosts, work)
         self._callback: Any = None
 
     def open_services(self) -> None:
         """Start the services of ``--report-to``."""
-        config = self._job.config
+        config = self._run.config
         self._callback = get_reporting_callbacks(
             ",".join(config.services),
             project_name=config.project_name,
@@ -75,11 +75,11 @@ class TrainingReport:
     def start(self, step: int) -> None:
         """Write the facts of the run to the metrics, before the next step."""
         self._totals.start_after(step)
-        self._reporter.event("start", facts_of(self._job, step))
+        self._reporter.event("start", facts_of(self._run, step))
 
     def count(self, result: StepResult) -> None:
         """Take in a step that was made."""
-        plan = self._job.training.plan
+        plan = self._run.training.plan
         sequences = plan.micro_batch_rows if plan.pack else 1
         widths = self._crew.worker.widths
         self._lengths.update(-(-width // sequences) for width in widths)
@@ -122,7 +122,7 @@ class TrainingReport:
         ]
         # Sums of floats depend on their order: it is that of the ranks.
         sums = [each.sums for of_rank in zip(*answers, strict=True) for each in of_rank]
-        means = means_of(sums, self._job.objective)
+        means = means_of(sums, self._run.objective)
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,
@@ -130,7 +130,7 @@ class TrainingReport:
             **means,
             "tokens": tokens,
             "tokens_per_second": tokens / len(answers) / seconds,
-            "learning_rate": float(self._job.optimizer.learning_rate.item()),
+            "learning_rate": float(self._run.optimizer.learning_rate.item()),
             "grad_norm": grad_norm,
             **({} if loss_scale is None else {LOSS_SCALE: loss_scale.factor}),
             "skipped": self._skipped,
@@ -141,12 +141,7 @@ class TrainingReport:
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, in_words(means), ranks))
         self._reporter.event("train", {**values, "ranks": [each.as_json() for each in ranks]})
-        for straggler in self._watch.observe(step, [each.times.compute_seconds for each in ranks]):
-            self._reporter.warn(str(straggler))
-            self._reporter.event("straggler", asdict(straggler))
-        active = [rank.active_memory_bytes for rank in ranks]
-        for warning in self._growth.observe(step, values["shapes"], active):
-            self._reporter.warn(warning)
+        self._warn(step, ranks, values["shapes"])
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {
@@ -160,6 +155,15 @@ class TrainingReport:
                     **means,
                 }
             )
+
+    def _warn(self, step: int, ranks: Sequence[RankReport], shapes: int) -> None:
+        """Name ranks that are slow, and memory that grows without new ``shapes``."""
+        for straggler in self._watch.observe(step, [each.times.compute_seconds for each in ranks]):
+            self._reporter.warn(str(straggler))
+            self._reporter.event("straggler", asdict(straggler))
+        active = [rank.active_memory_bytes for rank in ranks]
+        for warning in self._growth.observe(step, shapes, active):
+            self._reporter.warn(warning)
 
     @property
     def _tokens(self) -> int:
@@ -191,9 +195,9 @@ class TrainingReport:
         ranks = self._totals.summary()
         if not ranks:
             return
-        planned = self._job.planned
+        planned = self._run.job
         mean_length = self._mean_length
-        memory = self._job.training.memory(planned.cluster, (max(self._lengths), 0))
+        memory = self._run.training.memory(planned.cluster, (max(self._lengths), 0))
         peaks = [each.peak for each in memory]
         self._show_ranks(ranks, peaks)
         expected = planned.seconds(mean_length)
@@ -228,7 +232,7 @@ class TrainingReport:
     def _show_ranks(self, ranks: Sequence[RankReport], peaks: Sequence[int]) -> None:
         rows = []
         for each, predicted in zip(ranks, peaks, strict=True):
-            process = self._job.planned.limits[each.rank].process_peak(predicted)
+            process = self._run.job.limits[each.rank].process_peak(predicted)
             rows.append(
                 (
                     str(each.rank),

@@ -84,25 +84,25 @@ class Judged:
 class RunWorker:
     """The part of one rank in a run. Rank 0's trainer calls its methods on all ranks at once."""
 
-    def __init__(self, job: TrainingRun) -> None:
-        self.job = job
-        engine = job.engine
-        self._options = options = job.config
-        self._transport = job.transport
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        engine = run.engine
+        self._options = options = run.config
+        self._transport = run.transport
         trace = Path(options.trace) if options.trace else None
-        self.meter = Meter(job.transport, engine.recorder, trace)
+        self.meter = Meter(run.transport, engine.recorder, trace)
         shards = engine.shards
-        parts = [stage.part for stage in job.stages]
+        parts = [stage.part for stage in run.stages]
         self._updater = Updater(
-            job.optimizer, job.stages, shards, masters=options.tune.master_weights
+            run.optimizer, run.stages, shards, masters=options.tune.master_weights
         )
         self.shared: SharedWeights | None = None
-        if job.sharing is not None:
-            self.shared = SharedWeights(job.sharing, engine, self._updater)
-        self.snapshots = Snapshots(job, self._updater, self.shared)
+        if run.sharing is not None:
+            self.shared = SharedWeights(run.sharing, engine, self._updater)
+        self.snapshots = Snapshots(run, self._updater, self.shared)
         holds = None if shards.weights is None else shards.holds
-        self._collector = Collector(job.training.plan, job.transport, parts, holds)
-        self._gradients = Gradients(job)
+        self._collector = Collector(run.training.plan, run.transport, parts, holds)
+        self._gradients = Gradients(run)
         self._ahead: Rows | None = None
         self._last_share: Share | None = None
         self._step = 0
@@ -113,13 +113,13 @@ class RunWorker:
         self, data: DataSets, identity: Mapping[str, Any] | None, link: HubLink | None
     ) -> None:
         """Take what rank 0 alone has of the run."""
-        self.job = replace(self.job, data=data, identity=identity, link=link)
+        self.run = replace(self.run, data=data, identity=identity, link=link)
 
     # Training.
 
     def spending(self, what: str) -> AbstractContextManager[None]:
         """Count the time of a block as a step's."""
-        return self.job.engine.recorder.span(Span.STEP, what)
+        return self.run.engine.recorder.span(Span.STEP, what)
 
     @property
     def widths(self) -> list[int]:
@@ -134,7 +134,7 @@ class RunWorker:
         rows = order.rows or self._ahead
         assert rows is not None, "they were sent with this step, or with the one before"
         self._ahead = order.following
-        share = share_of(self.job.training.plan, self._transport.rank, rows)
+        share = share_of(self.run.training.plan, self._transport.rank, rows)
         self._last_share = share
         self._shapes.update(each.shape for each in share.microbatches if each.places is None)
         return self._gradients.begin(order.step, share, order.loss_scale)
@@ -181,11 +181,11 @@ class RunWorker:
         of what they are means of."""
         with self._aside(what):
             shares = self._shares(rows)
-            set_baselines(self.job, shares)
+            set_baselines(self.run, shares)
             parts = [each for share in shares for each in share.microbatches]
-            results = self.job.engine.evaluate(parts)
-            dtype = self.job.training.workload.dtype
-            _, sums = scores_of(results, parts, self.job.objective, dtype)
+            results = self.run.engine.evaluate(parts)
+            dtype = self.run.training.workload.dtype
+            _, sums = scores_of(results, parts, self.run.objective, dtype)
         return sums, sum(share.count for share in shares)
 
     @together
@@ -199,7 +199,7 @@ class RunWorker:
                 parts = [
                     each.swapped if column == SWAPPED else each.microbatches for each in shares
                 ]
-                for i, part, logps in answers_of(self.job, parts):
+                for i, part, logps in answers_of(self.run, parts):
                     found.append(Judged(i, column, part.first_row + part.row_numbers, logps))
         return found
 
@@ -209,13 +209,13 @@ class RunWorker:
         if self._last_share is None:
             return True
         with self._aside("trying the weights"):
-            results = self.job.engine.evaluate(self._last_share.microbatches)
+            results = self.run.engine.evaluate(self._last_share.microbatches)
         return all(np.isfinite(each).all() for each in results.values())
 
     def _shares(self, rows: Sequence[Rows]) -> list[Share]:
-        plan = self.job.training.plan
+        plan = self.run.training.plan
         rank = self._transport.rank
-        shares_prompts = self.job.shares_prompts
+        shares_prompts = self.run.shares_prompts
         return [share_of(plan, rank, each, shares_prompts=shares_prompts) for each in rows]
 
     @contextmanager
@@ -223,7 +223,7 @@ class RunWorker:
         """Compute without dropout, and count the time as no step's."""
         self.meter.count(self._step)
         self._transport.activity.begin(what)
-        with evaluating(self.job):
+        with evaluating(self.run):
             yield
         self.meter.count(self._step, is_training=False)
 
@@ -244,7 +244,7 @@ class RunWorker:
     def nonfinite_weight(self) -> str | None:
         """Name a weight of this rank that is not finite, if there is one."""
         where = self._transport.name(self._transport.rank)
-        return nonfinite_weight(self.job.stages, self.job.engine.shards.holds, where)
+        return nonfinite_weight(self.run.stages, self.run.engine.shards.holds, where)
 
     def has_moved(self) -> bool:
         """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
@@ -262,7 +262,7 @@ class RunWorker:
         if rank != 0:
             self._collector.send(collection.sent_by(rank))
         elif self._options.tune.is_full:
-            save_model(self._collector, collection, self.job.model_path, directory)
+            save_model(self._collector, collection, self.run.model_path, directory)
         else:
             config = self._options.to_adapter_config()
             save_adapters(self._collector, collection, directory, config, copy_as)
@@ -282,8 +282,8 @@ class RunWorker:
             self._collector.give(read_tensors(files), wanted)
         else:
             self._collector.take(specs)
-        shards = self.job.engine.shards
-        names = [name for stage in self.job.stages for name in stage.names]
+        shards = self.run.engine.shards
+        names = [name for stage in self.run.stages for name in stage.names]
         shards.start_gather(list(dict.fromkeys(names)))
         shards.finish_gather()
 
@@ -305,7 +305,7 @@ class RunWorker:
     def restore(self, lacking: Sequence[Lacking]) -> None:
         """Take this rank's part of the checkpoint to resume, and send the others what they lack.
         Raises ``UserError``."""
-        found = self.job.resumption.found
+        found = self.run.resumption.found
         assert found is not None, "there is one to resume"
         self.snapshots.restore(lacking)
         self.snapshots.mark()

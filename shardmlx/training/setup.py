@@ -32,7 +32,7 @@ class TrainingRun:
     directories."""
 
     config: TrainConfig
-    planned: Job
+    job: Job
     objective: Objective | None
     transport: Transport
     reporter: Reporter
@@ -61,7 +61,7 @@ class TrainingRun:
     @property
     def training(self) -> TrainingPart:
         """The part of the job that trains."""
-        return self.planned.trained
+        return self.job.trained
 
     @property
     def shares_prompts(self) -> bool:

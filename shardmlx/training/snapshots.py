@@ -42,21 +42,21 @@ class Snapshots:
     """
 
     def __init__(
-        self, job: TrainingRun, updater: Updater, shared: SharedWeights | None = None
+        self, run: TrainingRun, updater: Updater, shared: SharedWeights | None = None
     ) -> None:
-        self._job = job
-        self._transport = job.transport
+        self._run = run
+        self._transport = run.transport
         self._updater = updater
         self._shared = shared
         self._writer = None
-        if (place := job.resumption.place) is not None:
-            keep = job.config.checkpoints.keep_checkpoints
+        if (place := run.resumption.place) is not None:
+            keep = run.config.checkpoints.keep_checkpoints
             self._writer = CheckpointWriter(
-                job.transport, place.store, place.storage, keep, job.number
+                run.transport, place.store, place.storage, keep, run.number
             )
         self._pieces = {
             name: each.part.pieces[name]
-            for each in job.stages
+            for each in run.stages
             for name in each.names
             if name in each.part.pieces
         }
@@ -74,7 +74,7 @@ class Snapshots:
         misses of it."""
         reader = self._opened
         reader.open(headers)
-        trained = {name for stage in self._job.stages for name in stage.names}
+        trained = {name for stage in self._run.stages for name in stage.names}
         lacking: dict[str, set[str]] = {}
         for reading in self._readings():
             lacking |= reader.lacking(reading)
@@ -83,7 +83,7 @@ class Snapshots:
     def restore(self, lacking: Sequence[Lacking]) -> None:
         """Take this rank's part of the checkpoint, and send the others what they lack."""
         reader = self._opened
-        stages = self._job.stages
+        stages = self._run.stages
         for reading in self._readings():
             arrays = reader.read(reading, lacking)
             if reading.kind == WEIGHTS:
@@ -95,14 +95,14 @@ class Snapshots:
                 self._updater.restore(dict(arrays))
             elif reading.kind == ERRORS:
                 for key, error in arrays:
-                    self._job.engine.reducer.errors.restore(key, error)
+                    self._run.engine.reducer.errors.restore(key, error)
             elif self._shared is not None:
                 self._shared.restore(arrays)
         self._reader = None
 
     @property
     def _found(self) -> SoundCheckpoint:
-        found = self._job.resumption.found
+        found = self._run.resumption.found
         assert found is not None, "there is one to resume"
         return found
 
@@ -113,8 +113,8 @@ class Snapshots:
 
     def _readings(self) -> list[TensorRequest]:
         """Return what this rank takes of the checkpoint, in the order in which all ranks read."""
-        engine = self._job.engine
-        names = {name for stage in self._job.stages for name in stage.names}
+        engine = self._run.engine
+        names = {name for stage in self._run.stages for name in stage.names}
         mine = {name for name in names if engine.shards.holds(name)}
         updated = {name for name in mine if self._updater.updates(name)}
 
@@ -137,7 +137,7 @@ class Snapshots:
         """Note that an update was made: ``begin`` would now save what it has left."""
         if self._writer is not None:
             # Sums may change the rounding errors before ``begin``, and while it writes.
-            self._errors = self._job.engine.reducer.errors.state()
+            self._errors = self._run.engine.reducer.errors.state()
 
     def begin(self, manifest: Manifest, step: int) -> float:
         """Begin to write this rank's part; return the seconds that it took."""
@@ -172,8 +172,8 @@ class Snapshots:
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
-        mesh = self._job.training.plan.mesh
-        shards = self._job.engine.shards
+        mesh = self._run.training.plan.mesh
+        shards = self._run.engine.shards
         replica, place = divmod(self._transport.rank, mesh.pp * mesh.tp)
         whole = f"{place:02d}"
         part = f"{whole}-{replica:02d}"
@@ -196,10 +196,10 @@ class Snapshots:
 
     def _weights(self) -> dict[str, mx.array]:
         """Return the weights that this rank saves: of those that several ranks have, the first."""
-        is_first_share = self._job.training.plan.mesh.share(self._transport.rank) == 0
+        is_first_share = self._run.training.plan.mesh.share(self._transport.rank) == 0
         weights = {}
-        for stage in self._job.stages:
-            for name in filter(self._job.engine.shards.holds, stage.names):
+        for stage in self._run.stages:
+            for name in filter(self._run.engine.shards.holds, stage.names):
                 is_first = stage.part.is_first or not stage.part.shares(name)
                 if is_first and (name in self._pieces or is_first_share):
                     weights[name] = stage.part[name]

@@ -17,7 +17,7 @@ MOST_SPANS = 4000
 def facts_of(run: TrainingRun, step: int) -> dict[str, Any]:
     """Return the facts of a run that begins after ``step``, JSON-able. On rank 0."""
     assert run.data is not None, "rank 0 has the data"
-    planned = run.planned
+    planned = run.job
     training = run.training
     asked = run.config.spec.for_ranks(planned.mesh.size // planned.mesh.tp)
     length = training.mean_length

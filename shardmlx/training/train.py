@@ -28,7 +28,7 @@ def train(crew: Crew[TrainWorker]) -> None:
     run could go on."""
     workers = crew.worker.runs
     trainers = [Trainer(crew.part(RunWorker, "runs", i)) for i in range(len(workers))]
-    runs = [worker.job for worker in workers]
+    runs = [worker.run for worker in workers]
     failures: list[AgreedFailure | None] = [None] * len(runs)
     if runs[0].config.tune.train:
         try:
@@ -103,7 +103,7 @@ def _args_of_ranks(
 
 
 def _compare(
-    jobs: Mapping[str, TrainingRun],
+    runs: Mapping[str, TrainingRun],
     trainers: Mapping[str, Trainer],
     failures: Sequence[AgreedFailure | None],
     reporter: Reporter,
@@ -122,7 +122,7 @@ def _compare(
     comparable: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, trainer in trainers.items():
         if trainer.best.loss is not None:
-            options = jobs[name].config.flat()
+            options = runs[name].config.flat()
             means = str([options[option] for option in DECIDE_LOSS])
             comparable[means][name] = trainer.best.loss
     winners = []

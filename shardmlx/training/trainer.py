@@ -44,10 +44,10 @@ class Trainer:
 
     def __init__(self, crew: Crew[RunWorker]) -> None:
         self._crew = crew
-        self._job = job = crew.worker.job
-        self._plan = job.training.plan
-        self._options = options = job.config
-        self._reporter = job.reporter
+        self._run = run = crew.worker.run
+        self._plan = run.training.plan
+        self._options = options = run.config
+        self._reporter = run.reporter
         self.place = Path(options.adapter_path)
         self.best = Best()
         self._report = TrainingReport(crew)
@@ -85,7 +85,7 @@ class Trainer:
         self._add_references()
         self._resume()
         how = self._crew.transport.stop_command()
-        if how is not None and self._job.resumption.place is not None:
+        if how is not None and self._run.resumption.place is not None:
             # After Ctrl-C mpirun leaves its ranks half a second.
             self._reporter.say(f"To stop with a checkpoint: {how}")
         self._began = time.monotonic()
@@ -105,7 +105,7 @@ class Trainer:
                 raise
             problem = f"step {self._done + 1}: {error.problem}: {self._keep()}"
             remedy = error.remedy
-            if self._job.resumption.place is not None:
+            if self._run.resumption.place is not None:
                 remedy = (
                     f"{remedy}; a checkpoint is resumed with the same rows only: with others, "
                     f"start from what is in {self.outputs.last}"
@@ -222,7 +222,7 @@ class Trainer:
             return
         loss, means = found
         said = in_words(means)
-        if self._job.objective is None:
+        if self._run.objective is None:
             means = {"perplexity": math.exp(min(loss, 700.0))}
             said = f", Test ppl {means['perplexity']:.3f}"
         self._reporter.say(f"Test loss {loss:.3f}{said}.")
@@ -234,19 +234,19 @@ class Trainer:
 
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
-        objective = self._job.objective
+        objective = self._run.objective
         if objective is None or not objective.facts.has_reference:
             return
         references = References(self._evaluation, swaps=objective.swaps)
         try:
-            assert self._job.data is not None, "rank 0 has the data"
-            for name, size in self._job.data.sizes().items():
+            assert self._run.data is not None, "rank 0 has the data"
+            for name, size in self._run.data.sizes().items():
                 references.complete(name, self._options.iters if name == "train" else size)
         except StopRequested as request:
             raise Stopped(request.number, "no step was made yet") from None
 
     def _resume(self) -> None:
-        found = self._job.resumption.found
+        found = self._run.resumption.found
         if found is None:
             self._report.start(0)
             return
@@ -303,7 +303,7 @@ class Trainer:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
             kept = self._keep()
-            is_short = self._job.training.workload.dtype == "float16"
+            is_short = self._run.training.workload.dtype == "float16"
             advice = self._anew("give --dtype bfloat16" if is_short else "lower --learning-rate")
             if self._loss_scale.factor > 1 and not self._loss_scale.is_dynamic:
                 advice = "give loss_scale: dynamic in the YAML file"
@@ -317,7 +317,7 @@ class Trainer:
 
     def _anew(self, remedy: str) -> str:
         """Return a remedy that makes another run, which resumes no checkpoint of this one."""
-        place = self._job.resumption.place
+        place = self._run.resumption.place
         if place is None or not place.store.steps():
             return remedy
         return f"{remedy} and give another --checkpoint-dir"
@@ -346,7 +346,7 @@ class Trainer:
         no finite loss any more would otherwise save them until it has skipped most of its steps.
         """
         fault = self._soundness.fault()
-        if fault is None and self._job.resumption.found is None:
+        if fault is None and self._run.resumption.found is None:
             fault = self._soundness.unmoved()
         if fault is not None or self._options.on_nan == "stop":
             return fault
@@ -390,7 +390,7 @@ class Trainer:
         self.outputs.save()
         if step is None:
             return f"what was trained before is in {self.outputs.last}"
-        place = self._job.resumption.place
+        place = self._run.resumption.place
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
 
@@ -420,7 +420,7 @@ class Trainer:
 
     def _is_trained(self) -> bool:
         """Tell whether the weights are others than those that a new run would begin with."""
-        return self._job.resumption.found is not None or self._soundness.unmoved() is None
+        return self._run.resumption.found is not None or self._soundness.unmoved() is None
 
     def _write_trace(self) -> None:
         """Write the trace of all ranks, if one was asked for."""
@@ -444,10 +444,10 @@ def _cause(result: StepResult) -> tuple[bool, str]:
 
 def exchange_of(crew: Crew[RunWorker]) -> WeightExchange:
     """Return what a run exchanges with others: nothing, unless it is an island."""
-    job = crew.worker.job
-    if job.link is None:
+    run = crew.worker.run
+    if run.link is None:
         return NoExchange()
     shared = crew.part(SharedWeights, "shared")
-    config = job.config
-    batch = job.training.way.batch
-    return Island(job.link, shared, batch, config.updates, job.reporter)
+    config = run.config
+    batch = run.training.way.batch
+    return Island(run.link, shared, batch, config.updates, run.reporter)

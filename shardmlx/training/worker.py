@@ -41,7 +41,7 @@ class _Loading:
     """A run of which this rank has cut its stages, and which it has not loaded yet."""
 
     config: TrainConfig
-    planned: Job
+    job: Job
     slices: Sequence[Slice]
     weights: DividedWeights | None
     started: float
@@ -58,7 +58,7 @@ class _Loading:
 
     def parts(self, rank: int) -> list[Slice]:
         """Return the slices of a rank's stages."""
-        return [self.slices[index] for index in self.planned.trained.plan.stages_of(rank)]
+        return [self.slices[index] for index in self.job.trained.plan.stages_of(rank)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +108,20 @@ class TrainWorker(ModelWorker):
             name: tuple(part[name].shape) for part in self._cut(whole) for name in part.trainable
         }
 
-    def cut(self, config: TrainConfig, planned: Job) -> None:
+    def cut(self, config: TrainConfig, job: Job) -> None:
         """Cut this rank's stages of a run out of the model that was built."""
-        slices = self._cut(planned.stage_map.partition.ranges)
+        slices = self._cut(job.stage_map.partition.ranges)
         checkpoints = SeenCheckpoints(self.transport)
-        loading = _Loading(config, planned, slices, None, time.monotonic(), checkpoints)
+        loading = _Loading(config, job, slices, None, time.monotonic(), checkpoints)
         self._loading = loading
         rank = self.transport.rank
-        mesh = planned.mesh
+        mesh = job.mesh
         parts = loading.parts(rank)
         for part in parts:
             part.stored = {
                 name: self._stored[name] for name in part.trainable if name in self._stored
             }
-        if planned.trained.way.fine_tune.divides_weights and mesh.dp > 1:
+        if job.trained.way.fine_tune.divides_weights and mesh.dp > 1:
             _, pipeline_rank = mesh.coordinates(rank)
             loading.weights = DividedWeights(rank, mesh.replicas_of(pipeline_rank), parts)
 
@@ -150,16 +150,16 @@ class TrainWorker(ModelWorker):
         super().close()
         if self._loading is not None:
             self._loading.release()
-        for run in self.runs:
-            run.job.release()
+        for worker in self.runs:
+            worker.run.release()
 
     def share_layers(self) -> None:
         """Take this rank's share of each layer, whose group of ranks then sums. Raises
         ``UserError``."""
         loading = self._last()
         rank = self.transport.rank
-        mesh = loading.planned.mesh
-        shares = loading.planned.shares
+        mesh = loading.job.mesh
+        shares = loading.job.shares
         assert self._all_sum is not None, "the group was joined"
         for part in loading.parts(rank):
             take_share(part, self.opened.shape, shares, mesh.share(rank), self._all_sum)
@@ -177,11 +177,11 @@ class TrainWorker(ModelWorker):
         ``UserError``."""
         loading = self._last()
         rank = self.transport.rank
-        training = loading.planned.trained
+        training = loading.job.trained
         parts = loading.parts(rank)
         weights = loading.weights
         if self.runs:
-            for part, stage in zip(parts, self.runs[0].job.stages, strict=True):
+            for part, stage in zip(parts, self.runs[0].run.stages, strict=True):
                 part.share_frozen(stage.part)
         for part in parts:
             part.load()
@@ -191,7 +191,7 @@ class TrainWorker(ModelWorker):
         loading.stages = stages = build_stages(
             loading.slices,
             training.plan.stages_of(rank),
-            savings=training.workload.savings(loading.planned.cluster.backend),
+            savings=training.workload.savings(loading.job.cluster.backend),
             weights=weights,
             objective=Objective.of(loading.config.loss),
         )
@@ -210,7 +210,7 @@ class TrainWorker(ModelWorker):
         """Get ready to train the run called ``name``, which is empty for a run alone: ranks compare
         their clocks, and what they train."""
         loading = self._last()
-        training = loading.planned.trained
+        training = loading.job.trained
         tune = training.way.fine_tune
         engine = Engine(
             training.plan,
@@ -224,9 +224,9 @@ class TrainWorker(ModelWorker):
         if name:
             metrics = Path(metrics_file) if metrics_file else None
             reporter = reporter.of_run(name, metrics)
-        job = TrainingRun(
+        run = TrainingRun(
             config=loading.config,
-            planned=loading.planned,
+            job=loading.job,
             objective=Objective.of(loading.config.loss),
             transport=self.transport,
             reporter=reporter,
@@ -240,26 +240,28 @@ class TrainWorker(ModelWorker):
             checkpoints=loading.checkpoints,
             number=len(self.runs),
         )
-        self.runs.append(RunWorker(job))
+        self.runs.append(RunWorker(run))
         self._loading = None
 
     @together
     def step(self, orders: Sequence[tuple[int, StepOrder]]) -> list[StepAnswer]:
         """Make a step of each of several runs, by their numbers, in one schedule: micro-batches of
         one fill the bubble of another."""
-        runs = [self.runs[number] for number, _ in orders]
+        workers = [self.runs[number] for number, _ in orders]
         what = f"step {orders[0][1].step}"
-        engine = runs[0].job.engine
+        engine = workers[0].run.engine
         begin = len(engine.recorder.events)
-        with runs[0].spending(what):
-            steps = [run.begin_step(order) for run, (_, order) in zip(runs, orders, strict=True)]
+        with workers[0].spending(what):
+            steps = [
+                worker.begin_step(order) for worker, (_, order) in zip(workers, orders, strict=True)
+            ]
             results = engine.train_steps(steps)
-        for run in runs[1:]:
-            run.job.engine.recorder.events += engine.recorder.events[begin:]
+        for worker in workers[1:]:
+            worker.run.engine.recorder.events += engine.recorder.events[begin:]
         answers = []
-        for run, of_run in zip(runs, results, strict=True):
-            with run.spending(f"update of {what}"):
-                answers.append(run.end_step(of_run))
+        for worker, of_run in zip(workers, results, strict=True):
+            with worker.spending(f"update of {what}"):
+                answers.append(worker.end_step(of_run))
         return answers
 
     def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Slice]:

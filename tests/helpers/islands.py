@@ -140,11 +140,11 @@ class Simulated:
         trainer.take(StepResult(pending, 0))
 
     def weights(self, name: str) -> Weights:
-        (stage,) = self._crews[name].worker.runs[0].job.stages
+        (stage,) = self._crews[name].worker.runs[0].run.stages
         return {each: np.array(stage.part[each]) for each in stage.names}
 
     def set(self, name: str, weights: Weights) -> None:
-        (stage,) = self._crews[name].worker.runs[0].job.stages
+        (stage,) = self._crews[name].worker.runs[0].run.stages
         for each, array in weights.items():
             stage.part[each] = mx.array(array)
 

@@ -49,7 +49,7 @@ def loaded_runs(config: TrainConfig, transport: Transport) -> list[TrainingRun]:
 
     with closing(worker):
         lead(transport, worker, load)
-    return [run.job for run in worker.runs]
+    return [each.run for each in worker.runs]
 
 
 def trained_run(

@@ -61,7 +61,7 @@ def work(crew: Crew[TrainWorker]) -> None:
 worker = Counting(transport, Reporter(quiet=True))
 with closing(worker):
     lead(transport, worker, work)
-job, peak = worker.runs[0].job, peaks[0]
+job, peak = worker.runs[0].run, peaks[0]
 read.append(bytes_read())
 Path(output, f"rank-{transport.rank}.json").write_text(
     json.dumps(

@@ -116,7 +116,7 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
         evaluation = Evaluation(crew.part(RunWorker, "runs", 0), np.random.RandomState(0))
         batch = next(evaluation.batches("train", loop=False))
         ((rows,),) = next(evaluation.groups([batch]))
-        plan, shares_prompts = run.job.training.plan, run.job.shares_prompts
+        plan, shares_prompts = run.run.training.plan, run.run.shares_prompts
         share = share_of(plan, 0, rows, shares_prompts=shares_prompts)
         computed = sum(math.prod(part.shape) for part in share.microbatches)
         return computed, int(batch.spans[:, 1].sum() - batch.spans[1::2, 0].sum() + 2)
