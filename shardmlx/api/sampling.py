@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -174,6 +175,26 @@ class _Asked:
         return SampleResult(answers, given, top, self.cached)
 
 
+class Stream(Protocol):
+    """A text in the making that is told token by token, as to a client of OpenAI's API."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt's tokens."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters by which it is sampled."""
+
+    @property
+    def context(self) -> int:
+        """The tokens of prompt and text together, at most."""
+
+    def take(self, sampled: SampledToken, cached: int) -> bool:
+        """Take in a token, and return True if it was the last; ``cached`` tokens of the prompt came
+        from the prefix cache."""
+
+
 class Sampler:
     """Samples on rank 0, with the workers of all ranks: at most so many sequences at a time, which
     have room for ``capacity`` tokens together, each for ``context``.
@@ -204,11 +225,35 @@ class Sampler:
         self._asked: dict[int, _Asked] = {}
         """Requests by the numbers of their sequences under way."""
         self._to_score: deque[_Asked] = deque()
+        self._streams: dict[int, Stream] = {}
 
     @property
     def is_idle(self) -> bool:
         """True if nothing is to do."""
-        return not self._asked and not self._to_score
+        return not (self._asked or self._to_score or self._streams)
+
+    @property
+    def context(self) -> int:
+        """The tokens of a prompt and its answer together, at most."""
+        return self._context
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens in the prefix cache."""
+        return self._stage.kept_tokens
+
+    def stream(self, stream: Stream) -> int:
+        """Begin a text by the base; return its number, by which ``give_up`` ends it."""
+        number = self._next
+        self._next += 1
+        self._streams[number] = stream
+        self._stage.add(number, stream.tokens, stream.params, stream.context)
+        return number
+
+    def give_up(self, number: int) -> None:
+        """End a stream before its last token, if it has not come."""
+        if self._streams.pop(number, None) is not None:
+            self._stage.finish(number)
 
     def add(self, request: SamplePrompt, adapter: int, future: Future[SampleResult]) -> None:
         """Begin to sample by an adapter, or by none: the ``future`` gets the result. Raises
@@ -239,7 +284,7 @@ class Sampler:
         self._drop_cancelled()
         if self._to_score:
             self._score()
-        elif not self._asked:
+        elif not self._asked and not self._streams:
             self.pause()
         else:
             self._follow()
@@ -343,6 +388,11 @@ class Sampler:
 
     def _take(self, came: Sequence[tuple[int, SampledToken]]) -> None:
         for number, sampled in came:
+            stream = self._streams.get(number)
+            if stream is not None:
+                if stream.take(sampled, self._stage.cached(number)):
+                    self.give_up(number)
+                continue
             asked = self._asked[number]
             answer = asked.answers[number]
             answer.take(sampled)

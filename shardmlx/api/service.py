@@ -77,7 +77,8 @@ class TrainService:
         self._plan = crew.worker.plan
         self._checker = checker
         self._models = models
-        self._sampler = sampler
+        self.sampler = sampler
+        """Samples, on the thread of the crew; None if the ranks cannot."""
         self._changed = threading.Condition()
         self._incoming: deque[OpenRequest] = deque()
         self._open: dict[Future[Any], OpenRequest] = {}
@@ -127,6 +128,22 @@ class TrainService:
                 self._ended = LoopEnded(reason)
             self._changed.notify_all()
 
+    def fail(self, reason: str) -> None:
+        """End the service at once, whatever the ranks are doing: what is not done yet has failed
+        with ``LoopEnded``."""
+        self.close(reason)
+        with self._changed:
+            still_open = [*self._open.values()]
+            ended = self._ended
+        assert ended is not None, "it was closed"
+        for job in still_open:
+            job.fail(ended)
+
+    def wake(self) -> None:
+        """Let ``run`` look again, if it waits for requests."""
+        with self._changed:
+            self._changed.notify_all()
+
     def _forget(self, future: Future[Any]) -> None:
         with self._changed:
             self._open.pop(future, None)
@@ -163,8 +180,8 @@ class TrainService:
         self.close("the service has ended")
         self._fail_all()
         self._models.close()
-        if self._sampler is not None:
-            self._sampler.pause()
+        if self.sampler is not None:
+            self.sampler.pause()
 
     def _turn_or_wait(self) -> None:
         """Carry out what stands first in all queues, and some steps of the samples; or wait a
@@ -175,7 +192,7 @@ class TrainService:
             self._pause()
             self._train()
             self._seconds_of_training = time.monotonic() - started
-        elif self._sampler is None or self._sampler.is_idle:
+        elif self.sampler is None or self.sampler.is_idle:
             self._wait()
         self._sample()
 
@@ -201,8 +218,8 @@ class TrainService:
 
     def _pause(self) -> None:
         """Let all ranks listen to the crew."""
-        if self._sampler is not None:
-            self._sampler.pause()
+        if self.sampler is not None:
+            self.sampler.pause()
         self._last_command = time.monotonic()
 
     # Training.
@@ -225,7 +242,7 @@ class TrainService:
         """Begin the micro-batches that stand first in all queues, about equally many of each."""
         waiting = [queue for queue in self._queues.values() if isinstance(queue[0], OpenLoss)]
         mesh = self._plan.plan.mesh
-        is_sampling = self._sampler is not None and not self._sampler.is_idle
+        is_sampling = self.sampler is not None and not self.sampler.is_idle
         most = TOGETHER_WHILE_SAMPLING * mesh.pp if is_sampling else MOST_TOGETHER
         room = max(1, mesh.dp * most // max(1, len(waiting)))
         taken = [each for queue in waiting for each in self._take_from(queue, room)]
@@ -311,11 +328,11 @@ class TrainService:
     # Samples.
 
     def _begin_sample(self, job: OpenRequest, request: SamplePrompt) -> None:
-        if self._sampler is None:
+        if self.sampler is None:
             raise UserError("this program does not sample", "give a schedule with a stage a rank")
         number = self._models.begin_sample(request.snapshot)
         try:
-            self._sampler.add(request, number, job.future)
+            self.sampler.add(request, number, job.future)
         except UserError:
             self._models.end_sample(request.snapshot)
             raise
@@ -323,7 +340,7 @@ class TrainService:
 
     def _sample(self) -> None:
         """Compute steps of samples: as long as training took, if a request for it waits."""
-        sampler = self._sampler
+        sampler = self.sampler
         if sampler is None:
             return
         started = time.monotonic()

@@ -11,7 +11,9 @@ from shardmlx.config.specs import RECOMPUTE, LayoutOptions, MachineOptions, Mode
 from shardmlx.models.sizes.kv_cache import held
 from shardmlx.pipeline.schedules import SCHEDULES
 
-_loop = in_group("your own loop")
+GROUP = "your own loop"
+
+_loop = in_group(GROUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class LoopSpec:
     dtype: str | None
     cache_tokens: int
     sequences: int
+    bytes_for_requests: int = 0
+    """The bytes that rank 0 takes to read what clients send."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,10 @@ from typing import Any
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, SHOWN, InferenceConfig, most_tokens
-from shardmlx.config.options import in_group, refuse, split_names
+from shardmlx.config.loop import GROUP as LOOP
+from shardmlx.config.loop import LoopOptions, LoopSpec
+from shardmlx.config.options import declared, in_group, refuse, section, split_names
+from shardmlx.config.specs import LayoutOptions
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.kv_cache import held
 
@@ -19,6 +22,9 @@ _SERVER = "server"
 
 _PACKAGES = ("starlette", "uvicorn", "pydantic")
 """The packages of the ``serve`` extra."""
+
+_PACKAGES_OF_TRAINING = ("tinker", "zstandard")
+"""The packages of the ``train-api`` extra beside these."""
 
 _REFUSED = {
     **REFUSED,
@@ -40,8 +46,23 @@ MOST_BODIES = 8
 FACTOR_OF_READING = 20
 """Bytes that a process takes for each of a body that it reads. Measured: 18."""
 
+MOST_ROWS_HELD = 32
+"""Bodies of --max-body whose rows may wait to be trained."""
+
+_NOT_WHILE_TRAINING = {
+    "adapter_path": "load it as a saved state, or fuse it into the model",
+    "draft": "leave it out: answers are drafted by no other model while LoRAs train",
+    "kv_bits": "leave it out: KV caches of answers are whole while LoRAs train",
+    "max_kv_size": "leave it out: KV caches of answers are whole while LoRAs train",
+    "prefill_step_size": "leave it out: prompts come in chunks of --train's own",
+    "prefix_cache_dir": "leave it out: a LoRA that trains makes kept prefixes useless",
+    "expert_parallel": "leave it out: the layers of a stage stay whole, or are cut",
+}
+"""Options that do nothing with --train, and what to do instead."""
+
 
 _server = in_group(_SERVER)
+_loop = in_group(LOOP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +115,11 @@ class ServeConfig(InferenceConfig):
         30.0, "time for open requests when the server stops", metavar="SECONDS", minimum=0
     )
     access_log: bool = _server(False, "print a line for each request")
+    train: bool = _server(False, "train LoRAs for programs with Tinker's SDK, at the same address")
+    loop: LoopOptions = section(
+        LoopOptions,
+        state_dir=_loop("states", "directory on rank 0 for saved states", metavar="DIR"),
+    )
 
     @classmethod
     def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -119,27 +145,80 @@ class ServeConfig(InferenceConfig):
         refuse("allow_host", f"is {self.allow_host}", remedy, when=not are_names)
         is_key = self.api_key is None or (self.api_key.isascii() and self.api_key.strip())
         refuse("api_key", "is empty or not ASCII", "give letters and digits", when=not is_key)
+        self._check_training()
+
+    def _check_training(self) -> None:
+        """Raise ``OptionError`` if an option does nothing with --train, or nothing without."""
+        usual = {each.name: each.usual for each in declared(ServeConfig)}
+        if not self.train:
+            for each in declared(LoopOptions):
+                is_given = getattr(self.loop, each.name) != usual[each.name]
+                refuse(each.name, "needs --train", "add it, or leave this one out", when=is_given)
+            return
+        for name, remedy in _NOT_WHILE_TRAINING.items():
+            value = getattr(self, name)
+            refuse(name, f"is {value}, with --train", remedy, when=value != usual[name])
 
     @property
     def bytes_for_requests(self) -> int:
         """The bytes that rank 0 takes to read what clients send."""
-        return (MOST_BODIES + FACTOR_OF_READING) * self.max_body
+        of_one_api = MOST_BODIES + FACTOR_OF_READING
+        of_training = of_one_api + MOST_ROWS_HELD if self.train else 0
+        return (of_one_api + of_training) * self.max_body
+
+    @property
+    def loop_spec(self) -> LoopSpec:
+        """The training loop of clients, as far as its plan depends on it."""
+        return LoopSpec(
+            source=self.source,
+            layout=LayoutOptions(
+                stage_map=self.stage_map,
+                data_parallel=self.loop.data_parallel,
+                tensor_parallel=self.tensor_parallel,
+                tensor_shares=self.tensor_shares,
+                partitioner=self.partitioner,
+                schedule=self.loop.schedule,
+            ),
+            machines=self.machines,
+            loop=self.loop,
+            dtype=self.dtype,
+            cache_tokens=self.cache_tokens,
+            sequences=self.batch_size,
+            bytes_for_requests=self.bytes_for_requests,
+        )
 
 
-def check_packages(_: object) -> None:
-    """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
+def check_packages(config: object) -> None:
+    """Raise ``UserError`` unless all packages of the ``serve`` extra are installed, and those of
+    ``train-api`` for --train."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         problem = f"an HTTP server needs {', '.join(missing)}"
         raise UserError(problem, "pip install 'shardmlx[serve]'")
+    if not getattr(config, "train", False):
+        return
+    missing = [name for name in _PACKAGES_OF_TRAINING if find_spec(name) is None]
+    if missing:
+        problem = f"--train needs {', '.join(missing)}"
+        raise UserError(problem, "pip install 'shardmlx[train-api]'")
 
 
 LINE = CommandLine(
     options=ServeConfig,
     command="serve",
-    description="Serve a model with OpenAI's API and a chat page, through one MPI rank a stage.",
-    groups=(MODEL, _SERVER),
-    shown=(*SHOWN, "host", "port", "api_key", "served_model_name", "cache_tokens", "batch_size"),
+    description="Serve a model with OpenAI's API and a chat page, through one MPI rank a stage. "
+    "With --train Tinker's API trains LoRAs of it, for a loop of your own.",
+    groups=(MODEL, _SERVER, LOOP),
+    shown=(
+        *SHOWN,
+        "host",
+        "port",
+        "api_key",
+        "served_model_name",
+        "cache_tokens",
+        "batch_size",
+        "train",
+    ),
     refused=_REFUSED,
     check=check_packages,
 )

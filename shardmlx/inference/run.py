@@ -107,18 +107,7 @@ class InferenceRun:
     @property
     def sampling(self) -> SamplingParams:
         """The parameters of sampling that the options give, on rank 0."""
-        config, tokenizer = self.config, self._tokenizer
-        return SamplingParams(
-            temp=config.temp,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            top_k=config.top_k,
-            min_tokens_to_keep=config.min_tokens_to_keep,
-            xtc_probability=config.xtc_probability,
-            xtc_threshold=config.xtc_threshold,
-            # XTC never leaves them out, as in mlx-lm.
-            xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
-        )
+        return usual_sampling(self.config, self._tokenizer)
 
     @property
     def prompts(self) -> PromptEncoder:
@@ -147,3 +136,18 @@ class InferenceRun:
         params = params or replace(self.sampling, stream=number)
         first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         return answer
+
+
+def usual_sampling(config: InferenceConfig, tokenizer: TokenizerWrapper) -> SamplingParams:
+    """Return the parameters of sampling that the options give."""
+    return SamplingParams(
+        temp=config.temp,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        top_k=config.top_k,
+        min_tokens_to_keep=config.min_tokens_to_keep,
+        xtc_probability=config.xtc_probability,
+        xtc_threshold=config.xtc_threshold,
+        # XTC never leaves them out, as in mlx-lm.
+        xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
+    )

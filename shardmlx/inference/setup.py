@@ -55,12 +55,7 @@ def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) ->
     reporter = crew.worker.reporter
     opened = open_everywhere(crew, config.source, config.adapter_path, reporter)
     shape = opened.shape
-    encoder = PromptEncoder(
-        tokenizer=_tokenizer(config, opened),
-        template_arguments=config.template_arguments,
-        vocabulary=shape.vocab_size,
-        positions=opened.max_positions,
-    )
+    encoder = encoder_of(config, opened)
     load = read(encoder)
     draft = None
     if config.draft_model is not None:
@@ -103,6 +98,16 @@ def later_stages(crew: Crew[InferenceWorker]) -> Iterator[None]:
     with crew.others(InferenceWorker.follow):
         yield
     report_memory(crew)
+
+
+def encoder_of(config: InferenceConfig, opened: OpenedModel) -> PromptEncoder:
+    """Return the encoder of prompts for a model. Raises ``UserError``."""
+    return PromptEncoder(
+        tokenizer=_tokenizer(config, opened),
+        template_arguments=config.template_arguments,
+        vocabulary=opened.shape.vocab_size,
+        positions=opened.max_positions,
+    )
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:

@@ -197,6 +197,9 @@ class RequestQueue:
         self.ended: str | None = None
         """The reason why no more requests are taken; None while they are."""
         self._deadline: float | None = None
+        self.on_news: Callable[[], None] = lambda: None
+        """Called on any thread when there is something to take, for who waits for other things
+        too."""
         self.kept_tokens = 0
         """Tokens in the prefix cache, after the last step."""
         self._looked: float | None = None
@@ -219,6 +222,7 @@ class RequestQueue:
             self._waiting.update(numbers)
             self._news += zip(numbers, requests, strict=True)
             self._changed.notify()
+        self.on_news()
         return answers
 
     @property
@@ -261,24 +265,34 @@ class RequestQueue:
         with self._changed:
             self._news += [(number, None) for number in numbers if number in self._open]
             self._changed.notify()
+        self.on_news()
 
     # On the thread that generates.
 
     def run(self, generator: Generator) -> None:
         """Generate until ``close`` or ``fail``. An error ends all open requests, and is raised."""
         try:
-            while (news := self._take(generator.is_idle)) is not None:
-                for number, request in news:
-                    if request is not None:
-                        generator.add(number, request)
-                    elif self._close(number):
-                        generator.cancel(number)
-                self._pass_on(generator.step())
-                self.kept_tokens = generator.kept_tokens
+            while self.turn(generator):
+                pass
         except BaseException as error:
             self.fail(one_line(error))
             raise
         self.fail(self.ended or "the server is stopping")
+
+    def turn(self, generator: Generator) -> bool:
+        """Give the generator what has come, and let it do a step. Return False once no more is to
+        do, after ``close`` or ``fail``."""
+        news = self._take(generator.is_idle)
+        if news is None:
+            return False
+        for number, request in news:
+            if request is not None:
+                generator.add(number, request)
+            elif self._close(number):
+                generator.cancel(number)
+        self.pass_on(generator.step())
+        self.kept_tokens = generator.kept_tokens
+        return True
 
     def _take(self, is_idle: bool) -> list[tuple[int, GenerationRequest | None]] | None:
         """Return the news; None at the end. Waits a while if there is nothing to do."""
@@ -296,7 +310,8 @@ class RequestQueue:
             self._waiting.discard(number)
             return self._open.pop(number, None) is not None
 
-    def _pass_on(self, deltas: Sequence[tuple[int, Delta]]) -> None:
+    def pass_on(self, deltas: Sequence[tuple[int, Delta]]) -> None:
+        """Tell clients what has come of their answers, by number."""
         for number, delta in deltas:
             with self._changed:
                 self._waiting.discard(number)

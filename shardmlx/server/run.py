@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.environment import Blas
@@ -15,7 +16,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import Stopped, UserError, file_access
+from shardmlx.errors import UserError, file_access
 from shardmlx.inference.grammars import grammars_of
 from shardmlx.inference.prefix_cache import KeptPrefix
 from shardmlx.inference.prefix_files import place_of
@@ -23,6 +24,10 @@ from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import later_stages, prepare, run_inference, typical_load
 from shardmlx.inference.worker import InferenceWorker
 from shardmlx.planning.facts.job_facts import GenerationLoad
+from shardmlx.server.loop_server import run_loop
+
+if TYPE_CHECKING:
+    from shardmlx.server.request_queue import RequestQueue
 
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
@@ -35,6 +40,9 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     """Serve until a signal stops it. On all ranks; raises as ``lead``, and ``Stopped`` if its
     terminal was closed."""
     reporter = Reporter(quiet=transport.rank != 0)
+    if config.train:
+        run_loop(config, transport, reporter, blas)
+        return
     with ExitStack() as stack:
         run_inference(transport, reporter, partial(_serve, config, blas, stack))
 
@@ -64,7 +72,7 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         stack.callback(_locked(place).release)
         prefixes = _find_prefixes(crew, place)
     crew.all(InferenceWorker.limit_silence, SECONDS_OF_SILENCE)
-    from shardmlx.server.generator import RequestServer
+    from shardmlx.server.generator import PipelineGenerator, RequestServer
 
     prepared = crew.worker.run
     with later_stages(crew):
@@ -72,12 +80,23 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         if prefixes:
             first_stage.restore(prefixes)
             reporter.say(f"Prefix cache: {first_stage.kept_tokens} tokens read from the disk")
-        server = RequestServer(config, prepared, prepared.prompts, first_stage)
-        server.run(listeners)
+        grammars = prepared.grammars
+        server = RequestServer(
+            config,
+            crew.transport,
+            reporter,
+            prepared.prompts,
+            prepared.sampling,
+            prepared.generation.load.context,
+            None if grammars is None else grammars.complaint,
+        )
+
+        def generate(queue: RequestQueue, check_signals: Callable[[], None]) -> None:
+            queue.run(PipelineGenerator(prepared.prompts.tokenizer, first_stage, check_signals))
+
+        server.run(listeners, generate)
         first_stage.stop()
-    if server.stopped_by == signal.SIGHUP:
-        # Nobody asked it to end: its terminal was closed.
-        raise Stopped(signal.SIGHUP, "stopped by SIGHUP: its terminal was closed")
+    server.end()
 
 
 def _share_grammars(crew: Crew[InferenceWorker]) -> None:

@@ -44,12 +44,12 @@ class TinkerServing:
     @contextmanager
     def client(self) -> Iterator[tinker.ServiceClient]:
         """The SDK's client, closed at the end."""
-        one = tinker.ServiceClient(base_url=self.address, api_key=KEY)
-        assert one.holder.get_session_id()  # it begins its session now
-        one._rest_client()
         with warnings.catch_warnings():
-            # The SDK leaves the connections open by which it asked for its settings.
+            # The SDK leaves the connections open by which it asks for its settings.
             warnings.simplefilter("ignore", ResourceWarning)
+            one = tinker.ServiceClient(base_url=self.address, api_key=KEY)
+            assert one.holder.get_session_id()  # it begins its session now
+            one._rest_client()
             gc.collect()
         yield one
         one.close("success").result()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ MOST_OPEN = 4096
 
 SECONDS_BETWEEN_LOOKS = 10.0
 """Seconds between two searches for sessions that are silent."""
+
+ATTEMPTS_PER_SNAPSHOT = 20
+SECONDS_BETWEEN_ATTEMPTS = 0.05
+"""Time for a dropped snapshot to leave the ranks, before another one is dropped too."""
 
 _Message = TypeVar("_Message", bound=BaseModel)
 
@@ -160,15 +165,18 @@ class Desk:
     async def take(self, request: TakeSnapshot) -> None:
         """Take a snapshot, in the place of those that nobody has used for long if need be. Raises
         ``NoRoom``."""
-        while True:
+        for attempt in itertools.count():
             try:
                 await self.submit(request)
                 break
             except NoRoom:
-                oldest = least_used(self.registry.snapshots.values())
-                if oldest is None:
-                    raise
-                await self._drop(oldest)
+                if attempt % ATTEMPTS_PER_SNAPSHOT == 0:
+                    oldest = least_used(self.registry.snapshots.values())
+                    if oldest is None:
+                        raise
+                    await self._drop(oldest)
+                else:
+                    await asyncio.sleep(SECONDS_BETWEEN_ATTEMPTS)
         self.registry.snapshots[request.snapshot].is_loaded = True
 
     async def load(self, snapshot: HeldSnapshot) -> None:

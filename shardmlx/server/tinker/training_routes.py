@@ -27,6 +27,7 @@ from shardmlx.api.requests import (
     TakeSnapshot,
     UnloadModel,
 )
+from shardmlx.config.serve import MOST_ROWS_HELD
 from shardmlx.errors import UserError
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.tinker.answers import Answer, as_json, loss_answer, step_answer
@@ -53,9 +54,6 @@ from shardmlx.server.tinker.reading import (
     unpack,
 )
 from shardmlx.server.tinker.sessions import HeldSnapshot, Model, SamplingSession, StartedAnew
-
-MOST_HELD = 32
-"""Bodies of --max-body whose rows may wait to be computed."""
 
 
 class TrainingRoutes:
@@ -166,7 +164,7 @@ class TrainingRoutes:
     async def _forward_backward(self, request: HttpRequest) -> Response:
         encoding = request.headers.get("content-encoding", "").strip().lower()
         most = self._desk.bodies.most_bytes
-        if self._desk.promises.held_bytes > MOST_HELD * most:
+        if self._desk.promises.held_bytes > MOST_ROWS_HELD * most:
             text = "too many rows wait to be computed: send these again when some are"
             raise ApiError(429, text, headers={"retry-after": "1"})
 

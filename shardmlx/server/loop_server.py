@@ -1,0 +1,93 @@
+"""``serve --train`` on every rank: OpenAI's API and Tinker's, over ranks that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from socket import socket
+
+from shardmlx.api.service import TrainService
+from shardmlx.api.setup import prepare, serve_loop
+from shardmlx.api.worker import LoopWorker
+from shardmlx.common.environment import Blas
+from shardmlx.common.http_listener import bind_both
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.serve import ServeConfig
+from shardmlx.distributed.crew import Crew, lead
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.inference.prompts import PromptEncoder
+from shardmlx.inference.run import usual_sampling
+from shardmlx.inference.setup import encoder_of
+
+
+def run_loop(config: ServeConfig, transport: Transport, reporter: Reporter, blas: Blas) -> None:
+    """Serve until a signal stops it. On all ranks; raises as ``lead``, and ``Stopped`` if its
+    terminal was closed."""
+    with closing(LoopWorker(transport, reporter)) as worker:
+        lead(transport, worker, partial(_serve, config, blas))
+
+
+def _serve(config: ServeConfig, blas: Blas, crew: Crew[LoopWorker]) -> None:
+    crew.worker.reporter.say(str(blas))
+    listeners = bind_both(config.host, config.port)
+    prepare(config.loop_spec, crew)
+    encoder = encoder_of(config, crew.worker.opened)
+    service = serve_loop(config.loop_spec, crew, encoder.tokenizer)
+    try:
+        _answer(config, crew, encoder, service, listeners)
+    finally:
+        service.end()
+
+
+def _answer(
+    config: ServeConfig,
+    crew: Crew[LoopWorker],
+    encoder: PromptEncoder,
+    service: TrainService,
+    listeners: list[socket],
+) -> None:
+    from shardmlx.server.generator import RequestServer
+    from shardmlx.server.loop_generator import LoopGenerator
+    from shardmlx.server.request_queue import RequestQueue
+    from shardmlx.server.tinker.app import tinker_routes
+
+    sampler = service.sampler
+    if sampler is None:
+        schedule = crew.worker.plan.plan.schedule
+        problem = f"--schedule {schedule} gives a rank several stages, and answers need one on each"
+        raise UserError(problem, "serve with --schedule 1f1b")
+    reporter = crew.worker.reporter
+    sampling = usual_sampling(config, encoder.tokenizer)
+    server = RequestServer(
+        config,
+        crew.transport,
+        reporter,
+        encoder,
+        sampling,
+        sampler.context,
+        tell_others=service.fail,
+    )
+    routes = tinker_routes(
+        service,
+        server.names,
+        most_tokens=sampler.context,
+        max_body_bytes=config.max_body,
+        reporter=reporter,
+        tokenizer=config.source.model if server.is_local(listeners) else None,
+    )
+
+    def generate(queue: RequestQueue, check_signals: Callable[[], None]) -> None:
+        generator = LoopGenerator(sampler, encoder.tokenizer, queue.pass_on)
+        queue.on_news = service.wake
+
+        def look() -> None:
+            check_signals()
+            if not queue.turn(generator):
+                service.close(queue.ended or "the server is stopping")
+
+        service.run(look)
+
+    server.run(listeners, generate, routes)
+    server.end()

@@ -1,0 +1,97 @@
+"""``shardmlx launch serve --train``, asked by Tinker's SDK and by OpenAI's."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from testbed.jobs import Running
+from tests.helpers.served_jobs import KEY, Served, free_port
+from tests.helpers.tinker_serving import datum
+
+MODEL = "small"
+ROWS = [datum(range(10 + row, 20 + 2 * row)) for row in range(3)]
+PROMPT = types.ModelInput.from_ints([10, 11, 12])
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def served(
+    request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", str(request.param), "serve"]
+    states = tmp_path_factory.mktemp("states")
+    limits = ["--max-train-length", "128", "--max-lora-rank", "8", "--state-dir", str(states)]
+    options = ["--model", str(small), "--port", free_port(), "--api-key", KEY, "--timeout", "20"]
+    names = ["--served-model-name", MODEL]
+    with Running([*launch, "--train", *options, *limits, *names]) as running:
+        yield Served(running)
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[tinker.ServiceClient]:
+    with warnings.catch_warnings():
+        # The SDK leaves the connection open by which it asks for its settings.
+        warnings.simplefilter("ignore", ResourceWarning)
+        one = tinker.ServiceClient(base_url=served.url, api_key=KEY)
+        assert one.holder.get_session_id()
+        gc.collect()
+    yield one
+    one.holder.close()
+
+
+def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served) -> None:
+    model = client.create_lora_training_client(MODEL, rank=4, seed=1).result()
+    assert model.get_tokenizer().encode("Ahoy!")
+    losses = []
+    for _ in range(4):
+        loss = model.forward_backward(ROWS, "cross_entropy")
+        step = model.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(loss.result().metrics["loss:sum"])
+        assert step.result().metrics["grad_norm:mean"] > 0
+    assert losses == sorted(losses, reverse=True)
+
+    sampler = model.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=5, seed=3)
+    answers = sampler.sample(PROMPT, 4, params, include_prompt_logprobs=True).result()
+    rows = [datum([*PROMPT.to_ints(), *each.tokens]) for each in answers.sequences]
+    trained = model.forward(rows, "cross_entropy").result().loss_fn_outputs
+    for answer, row in zip(answers.sequences, trained, strict=True):
+        assert answer.logprobs is not None
+        assert answers.prompt_logprobs is not None
+        known = [*answers.prompt_logprobs[1:], *answer.logprobs]
+        np.testing.assert_allclose(row["logprobs"].to_numpy()[: len(known)], known, atol=1e-4)
+
+    path = model.save_state("warm").result().path
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    same = [each.forward(ROWS, "cross_entropy").result().metrics for each in (model, again)]
+    assert same[0] == same[1]
+
+    with pytest.raises(tinker.RequestFailedError) as caught:
+        model.forward_backward([datum([1, 10**6, 2])], "cross_entropy").result()
+    assert caught.value.category is types.RequestErrorCategory.User
+    # The base answers others meanwhile: nothing that trains changes it.
+    before = served.ask("Ahoy!")
+    assert before == served.ask("Ahoy!") != ""
+
+
+@pytest.mark.parametrize("served", [2], indirect=True)
+def test_a_lost_rank_is_the_servers_fault(client: tinker.ServiceClient, served: Served) -> None:
+    sampler = client.create_sampling_client(base_model=MODEL).result()
+    assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences
+    long = types.SamplingParams(max_tokens=500, stop=[])
+    pending = sampler.sample(PROMPT, 500, long)
+    # The SDK can be told once it waits for the answer.
+    served.running.until(lambda: bool(sampler._futures_poller and sampler._futures_poller._events))
+    served.running.kill_rank(1, signal.SIGKILL)
+    with pytest.raises(tinker.RequestFailedError, match="rank 1") as caught:
+        pending.result()
+    assert caught.value.category is types.RequestErrorCategory.Server
