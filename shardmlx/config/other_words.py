@@ -68,7 +68,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "resume": "resume_from_checkpoint load_checkpoint",
         # Reports
         "project_name": "wandb_project",
-        "metrics_file": "logging_dir log_dir log_file tensorboard",
+        "metrics_file": "logging_dir log_dir log_file",
         # Use
         "max_tokens": "max_new_tokens n_predict num_predict max_length",
         "temp": "temperature",
@@ -105,6 +105,7 @@ _VALUES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train_on_responses_only": ("loss_on", "assistant"),
         "roles_to_train": ("loss_on", "assistant"),
         "load_best_model_at_end": ("keep", "best"),
+        "tensorboard": ("report_to", "tensorboard"),
         "wandb": ("report_to", "wandb"),
         "use_wandb": ("report_to", "wandb"),
         "overwrite_output_dir": ("resume", "never"),

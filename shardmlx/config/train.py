@@ -84,7 +84,7 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 )
 """Keys of older YAML files that mlx_lm.lora passes over, and what to write instead."""
 
-REPORTERS = ("wandb", "swanlab")
+REPORTERS = ("tensorboard", "mlflow", "wandb", "swanlab", "trackio")
 
 Pair = tuple[str, str, object, str]
 """A given option; an option that may not stand beside it; whether this one does; remedy."""

@@ -1,4 +1,4 @@
-"""Show a running job: its page and its events, over HTTP.
+"""Show a running job over HTTP: its page, its events, and its newest numbers for Prometheus.
 
 The server runs on threads of the training process, which never waits for them: an event costs it
 one JSON line, and only a request costs more. No MLX, no MPI.
@@ -24,6 +24,7 @@ from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
 from shardmlx.runreport.metrics_file import Event, MetricsFile, current
 from shardmlx.runreport.page import render_page
+from shardmlx.runreport.prometheus import CONTENT_TYPE, RunMetrics
 from shardmlx.runreport.thinning import MOST, thinned
 
 SECONDS_FOR_A_REQUEST = 20.0
@@ -93,7 +94,8 @@ class LivePage:
         self.address = address_of(listener)
         self._metrics_file = metrics_file
         self._log = EventLog()
-        self._server = _Server(listener, self._log)
+        self._metrics = RunMetrics()
+        self._server = _Server(listener, self._log, self._metrics)
         # Once a second it looks whether it shall end.
         serve = functools.partial(self._server.serve_forever, 1.0)
         threading.Thread(target=serve, name="page", daemon=True).start()
@@ -104,6 +106,7 @@ class LivePage:
             with contextlib.suppress(UserError):
                 self._log.begin_anew(MetricsFile(self._metrics_file))
         self._log.add({"event": event, **finite(values)})
+        self._metrics.take(event, values)
         if event == "resume":
             # Reports after the step from which the run resumes no longer hold.
             self._log.begin_anew(current(self._log.events))
@@ -123,11 +126,12 @@ class LivePage:
 class _Server(ThreadingHTTPServer):
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, log: EventLog) -> None:
+    def __init__(self, listener: socket.socket, log: EventLog, metrics: RunMetrics) -> None:
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.log = log
+        self.metrics = metrics
         self.hosts = trusted_hosts(listener)
         self.page = render_page([], title="shardmlx: a run", is_live=True).encode()
         self.asked_at = -math.inf
@@ -144,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SECONDS_FOR_A_REQUEST
 
     def do_GET(self) -> None:
-        """Answer with the page, or with its events."""
+        """Answer with the page, with its events, or with numbers for Prometheus."""
         url = urlsplit(self.path)
         if not is_for(self.headers.get("host", ""), self.server.hosts):
             self._answer(
@@ -154,8 +158,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/html", self.server.page)
         elif url.path == "/events":
             self._events(url.query)
+        elif url.path == "/metrics":
+            self._answer(200, CONTENT_TYPE, self.server.metrics.text())
         else:
-            self._answer(404, "text/plain", b"there are / and /events\n")
+            self._answer(404, "text/plain", b"there are /, /events and /metrics\n")
 
     do_HEAD = do_GET
 
@@ -175,7 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in ANSWERED.items():
             self.send_header(name, value)
-        self.send_header("content-type", f"{kind}; charset=utf-8")
+        whole = kind if "charset" in kind else f"{kind}; charset=utf-8"
+        self.send_header("content-type", whole)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

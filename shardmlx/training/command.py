@@ -18,6 +18,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import WANTED, token_ids
 from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.loading.tokenizer import read_tokenizer
+from shardmlx.runreport.services import LoggedRun, RunServices, is_orderly
 from shardmlx.training.load_run import load_run, show_ranks
 from shardmlx.training.plan_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.run_warnings import warn_of
@@ -56,14 +57,16 @@ def run(
             crew.worker.report_to(reporter)
             if blas is not None:
                 reporter.say(str(blas))
-            _carry_out(config, crew, reporter)
+            _carry_out(config, crew, reporter, stack)
 
         worker = TrainWorker(transport, Reporter(quiet=True))
         with closing(worker):
             lead(transport, worker, work)
 
 
-def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
+def _carry_out(
+    config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter, stack: ExitStack
+) -> None:
     if config.sets.show_data is not None:
         open_for_training(config, crew, reporter)
         show_data(config, config.sets.show_data, crew.worker.opened, reporter)
@@ -75,7 +78,29 @@ def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         prepare_sweep(config, crew, reporter)
     else:
         prepare_training(config, crew, reporter)
+    if config.services:
+        _open_services(config, reporter, stack)
     train(crew)
+
+
+def _open_services(config: TrainConfig, reporter: Reporter, stack: ExitStack) -> None:
+    """Tell the services of ``--report-to`` of the run from here on; the stack closes them. Raises
+    ``UserError``."""
+    run = LoggedRun(
+        name=Path(config.adapter_path).name,
+        project=config.project_name,
+        directory=Path(config.adapter_path),
+        options=config.to_adapter_config(),
+    )
+    services = RunServices(config.services, run, reporter)
+    reporter.listen(services.take)
+
+    def close(kind: object, error: BaseException | None, trace: object) -> None:
+        # A lost rank ends the job at once: no service is waited for.
+        if is_orderly(error):
+            services.close(config.metrics_file)
+
+    stack.push(close)
 
 
 def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:

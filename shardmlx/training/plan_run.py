@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from shardmlx.checkpoint.export import indexed_files
@@ -28,6 +27,7 @@ from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.job import Job
 from shardmlx.planning.think import JobOptions, check_layout, think
+from shardmlx.runreport.services import check_services
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
 from shardmlx.training.worker import TrainWorker
 
@@ -125,9 +125,7 @@ def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
 
 def check_output(config: TrainConfig, model_path: Path) -> None:
     """Raise ``UserError``, before hours of work, if the run's outputs cannot be written."""
-    for service in config.services:
-        if find_spec(service) is None:
-            raise UserError(f"--report-to {service} is not installed", f"pip install {service}")
+    check_services(config.services)
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
         if config.metrics_file and _is_same(Path(config.trace), Path(config.metrics_file)):

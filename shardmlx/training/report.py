@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_lm.tuner.callbacks import get_reporting_callbacks
-
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.distributed.crew import Crew, Pending
@@ -60,17 +58,6 @@ class TrainingReport:
         length = training.mean_length
         work = Work.of(training.plan, training.workload, run.job.cluster, length)
         self._watch = Watch(self._hosts, work)
-        self._callback: Any = None
-
-    def open_services(self) -> None:
-        """Start the services of ``--report-to``."""
-        config = self._run.config
-        self._callback = get_reporting_callbacks(
-            ",".join(config.services),
-            project_name=config.project_name,
-            log_dir=config.adapter_path,
-            config=config.to_adapter_config(),
-        )
 
     def start(self, step: int) -> None:
         """Write the facts of the run to the metrics, before the next step."""
@@ -129,6 +116,7 @@ class TrainingReport:
             "loss": sum(losses) / len(losses),
             **means,
             "tokens": tokens,
+            "trained_tokens": self._total_tokens,
             "tokens_per_second": tokens / len(answers) / seconds,
             "learning_rate": float(self._run.optimizer.learning_rate.item()),
             "grad_norm": grad_norm,
@@ -142,19 +130,6 @@ class TrainingReport:
         self._reporter.say(_line(values, in_words(means), ranks))
         self._reporter.event("train", {**values, "ranks": [each.as_json() for each in ranks]})
         self._warn(step, ranks, values["shapes"])
-        if self._callback is not None:
-            self._callback.on_train_loss_report(
-                {
-                    "iteration": step,
-                    "train_loss": values["loss"],
-                    "learning_rate": values["learning_rate"],
-                    "iterations_per_second": 1 / seconds,
-                    "tokens_per_second": values["tokens_per_second"],
-                    "trained_tokens": self._total_tokens,
-                    "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
-                    **means,
-                }
-            )
 
     def _warn(self, step: int, ranks: Sequence[RankReport], shapes: int) -> None:
         """Name ranks that are slow, and memory that grows without new ``shapes``."""
@@ -183,11 +158,6 @@ class TrainingReport:
         self._reporter.event(
             "val", {"step": step, "loss": loss, **means, "seconds": round(seconds, 3)}
         )
-        if self._callback is not None:
-            self._callback.on_val_loss_report(
-                {"iteration": step - 1, "val_loss": loss, "val_time": seconds}
-                | {f"val_{name}": value for name, value in means.items()}
-            )
 
     def summary(self, steps: int, seconds: float) -> None:
         """Report the use of time and memory, beside the predictions, of a run that has ended after

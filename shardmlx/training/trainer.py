@@ -81,7 +81,6 @@ class Trainer:
 
     def start(self) -> None:
         """Get ready for the first step. Raises ``UserError``, and ``Stopped``."""
-        self._report.open_services()
         self._add_references()
         self._resume()
         how = self._crew.transport.stop_command()

@@ -115,7 +115,8 @@ RUN = {
 
 sys.meta_path.insert(0, Finder())
 # Libraries import these where they are installed: selenium brought the one, matplotlib the other,
-# users have no need of them, and they take a tenth of the start. The tests themselves need them.
-if __name__ == "sitecustomize":
+# users have no need of them, and they take a tenth of the start. The tests themselves need them,
+# and so do jobs that say so.
+if __name__ == "sitecustomize" and "SHARDMLX_TEST_ALL_LIBRARIES" not in os.environ:
     for name in ("trio", "PIL"):
         sys.modules[name] = None  # type: ignore[assignment]

@@ -419,7 +419,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--zero 2", "0, 1, 3"),
         ("--seed 4294967296", "4294967295 or less"),
         ("--clear-cache-threshold many", "2GB"),
-        ("--report-to wanbd", "wandb, swanlab"),
+        ("--report-to wanbd", "wandb, swanlab, trackio"),
         ("--lr-schedule cosine", "cosine_decay"),
         ("--lr-schedule step_decay:fast", "give numbers"),
         ("--data-parallel 2 --stage-map m", "leave one out"),

@@ -70,7 +70,15 @@ def test_every_folder_is_declared_and_every_extra_is_in_all() -> None:
     linked = {each for each in project["tool"]["setuptools"]["packages"] if "models." in each}
     assert set(project["tool"]["setuptools"]["packages"]) == folders | linked
     extras = project["project"]["optional-dependencies"]
-    of_users = set(extras) - {"all", "dev", "demo", "bench", "tokenizer", *EXTRAS.values()}
+    of_users = set(extras) - {
+        "all",
+        "dev",
+        "demo",
+        "bench",
+        "tokenizer",
+        "services",
+        *EXTRAS.values(),
+    }
     (every,) = extras["all"]
     assert set(every.removeprefix("shardmlx[").removesuffix("]").split(",")) == of_users
 

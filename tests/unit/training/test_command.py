@@ -97,6 +97,10 @@ def test_a_run_can_be_looked_at_while_it_trains(
         hanging.sendall(b"GET /events HTTP/1.1\r\n")
         assert "<h1" in httpx.get(address).text
         told.extend(httpx.get(f"{address}/events?after=0").json()["events"])
+        gauges = httpx.get(f"{address}/metrics")
+        assert "text/plain; version=" in gauges.headers["content-type"]
+        assert f"shardmlx_train_loss {told[-1]['loss']}\n" in gauges.text
+        assert re.search(r'^shardmlx_rank_idle_seconds\{host="\S+",rank="0"\} ', gauges.text, re.M)
 
     options |= {"metrics_port": 0, "iters": 4, "steps_per_report": 1, "val_batches": 0}
     config = TrainConfig.from_flat(**options)

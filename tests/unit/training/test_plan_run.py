@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardmlx.common.units import MIB
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import REPORTERS, TrainConfig
 from shardmlx.engine.batches import MOST_WIDTHS, few_widths
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
@@ -32,12 +32,13 @@ from tests.helpers.plans import facts_of, planned_for
     [
         ("wandb", "--report-to wandb is not installed: pip install wandb"),
         ("SwanLab, wandb", "--report-to swanlab is not installed: pip install swanlab"),
+        ("tensorboard", "--report-to tensorboard is not installed: pip install tensorboard"),
     ],
 )
 def test_a_service_without_its_package_says_what_to_install(
     services: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("wandb", "swanlab"):
+    for each in REPORTERS:
         monkeypatch.setitem(sys.modules, each, None)
     config = TrainConfig.from_flat(report_to=services, adapter_path=str(tmp_path))
     with pytest.raises(UserError) as refused:
