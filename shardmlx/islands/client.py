@@ -64,7 +64,7 @@ class Hub:
     def __init__(self, url: str, token: str, say: Callable[[str], None]) -> None:
         self.url = url.rstrip("/")
         self._token = token
-        self._say = say
+        self.say = say
         self.heard = time.monotonic()
         """The time at which the last bytes came or went."""
         self.closed = threading.Event()
@@ -98,7 +98,7 @@ class Hub:
                 problem = refusal.problem
                 answered = time.monotonic()
             if pause == PAUSES[0]:
-                self._say(f"--island {self.url}: {problem}; trying again")
+                self.say(f"--island {self.url}: {problem}; trying again")
             if self.closed.wait(pause) or time.monotonic() > max(self.heard, answered) + patience:
                 raise UserError(
                     f"--island {self.url}: no answer in {patience:g} s: {problem}",
@@ -117,6 +117,10 @@ class Hub:
     def progress(self, message: Progress) -> Mapping[str, Any]:
         """Send a heartbeat, and return its answer: ``POST /progress``."""
         return self._json("POST", "/progress", message.to_json())
+
+    def post(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message about a report, and return the answer."""
+        return self._json("POST", path, message)
 
     def put(self, path: str, body: IO[bytes]) -> None:
         """Upload a whole file: a report, or a seed."""
@@ -221,14 +225,24 @@ class Came(NamedTuple):
 
 
 def exchange(
-    hub: Hub, fragment: int, base: int | None, path: str | None, body: IO[bytes]
+    hub: Hub,
+    fragment: int,
+    base: int | None,
+    path: str | None,
+    body: IO[bytes],
+    secret_rows: int | None = None,
 ) -> Came | None:
     """Put a body at ``path``, a report from version ``base`` or first weights, and take the version
     of the fragment that follows into the same file. Without a path the newest is all that is asked
-    for. Return None if the run has ended before. Raises ``UserError``."""
+    for. A report of ``secret_rows`` goes into a secure sum. Return None if the run has ended
+    before. Raises ``UserError``."""
     refusal = ""
     try:
-        if path is not None:
+        if path is not None and secret_rows is not None:
+            from shardmlx.islands.secure_client import report_secretly  # needs cryptography
+
+            report_secretly(hub, path, body, secret_rows)
+        elif path is not None:
             hub.persist(partial(hub.put, path, body), math.inf)
             if base is None:
                 return Came(0, OWN)
@@ -236,6 +250,8 @@ def exchange(
         if refused.status == HTTPStatus.UNPROCESSABLE_ENTITY and base is not None:
             base = None
             refusal = str(refused)
+        elif "ended" in refused.more:
+            return None
         elif "version" not in refused.more:  # it has counted this before, or others' weights
             raise
     try:

@@ -50,6 +50,7 @@ def make_app(rounds: Rounds, address: str) -> Starlette:
     """Return the application over the state of a hub, which islands reach at an ``address``."""
     api = _Api(rounds, address)
     number = "/fragments/{k}"
+    report = f"{number}/reports/{{life}}-{{base}}"
     routes = [
         Route("/", api.page),
         Mount("/page", StaticFiles(packages=[("shardmlx.common", "page"), (__package__, "page")])),
@@ -58,7 +59,8 @@ def make_app(rounds: Rounds, address: str) -> Starlette:
         Route("/progress", api.known(api.progress), methods=["POST"]),
         Route(number, api.known(api.version)),
         Route(f"{number}/seed", api.known(api.seed), methods=["PUT"]),
-        Route(f"{number}/reports/{{life}}-{{base}}", api.known(api.report), methods=["PUT"]),
+        Route(report, api.known(api.report), methods=["PUT"]),
+        Route(report, api.known(api.secure), methods=["POST"]),
     ]
     errors = (UserError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, api.answer_error))
@@ -166,12 +168,24 @@ class _Api:
     async def report(self, request: Request, name: str) -> Response:
         """Take a report of a fragment."""
         fragment = self._fragment(request)
-        number = _number(request, "k")
-        counts = {each: _number(request, each) for each in ("life", "base", "rows", "tokens")}
-        take = partial(self._rounds.take, Report(island=name, **counts), number)
+        report = _report_of(request, name)
+        take = partial(self._rounds.take, report, _number(request, "k"))
+        length = fragment.report_bytes
+        if self._rounds.secure is not None:
+            take = partial(self._rounds.secure.put, report)
+            length = fragment.masked_bytes
         # Whether it is refused is said behind its body: before it, the answer could get lost.
-        await self._upload(request, name, fragment, fragment.report_bytes, take)
+        await self._upload(request, name, fragment, length, take)
         return JSONResponse({"version": fragment.version, "ended": self._rounds.ended})
+
+    async def secure(self, request: Request, name: str) -> Response:
+        """Take what a report to a secure sum needs beside its numbers, and answer what is next."""
+        if self._rounds.secure is None:
+            raise Refusal(422, "this hub makes no secure sums", "use the same shardmlx")
+        message = await self._json(request, name)
+        tell = self._rounds.secure.tell
+        answer = await asyncio.to_thread(tell, _report_of(request, name), message)
+        return JSONResponse(answer)
 
     def _fragment(self, request: Request) -> FragmentStore:
         return self._rounds.fragment(_number(request, "k"))
@@ -258,6 +272,12 @@ class _Api:
             headers["www-authenticate"] = "Bearer"
         answer = {"error": error.problem, "remedy": error.remedy, **error.more}
         return JSONResponse(answer, error.status, headers)
+
+
+def _report_of(request: Request, name: str) -> Report:
+    """Return the report that a request is about. Raises ``Refusal``."""
+    counts = {each: _number(request, each) for each in ("life", "base", "rows", "tokens")}
+    return Report(island=name, **counts)
 
 
 def _number(request: Request, name: str) -> int:

@@ -18,7 +18,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import one_line
 from shardmlx.islands.client import PATIENCE, Came, Heartbeat, Hub, begun, exchange
-from shardmlx.islands.protocol import Join, Joined, Progress, SharedTensor
+from shardmlx.islands.protocol import Join, Joined, Progress, SharedTensor, check_secure_sums
 
 SECONDS_TO_LOOK = 0.02
 """Seconds between two looks at what is awaited."""
@@ -78,10 +78,14 @@ class HubLink:
         """Return a file that goes away as it is closed: fragments may be large."""
         return NamedTemporaryFile()
 
-    def ask(self, fragment: int, base: int | None, path: str | None, body: IO[bytes]) -> None:
-        """Begin to put a body at ``path``, and to take the version that follows ``base``, see
-        ``exchange``."""
-        coming = begun(partial(exchange, self._hub, fragment, base, path, body))
+    def ask(
+        self, fragment: int, base: int | None, path: str | None, body: IO[bytes], rows: int = 0
+    ) -> None:
+        """Begin to put a body at ``path``, a report of so many rows or first weights, and to take
+        the version that follows ``base``, see ``exchange``."""
+        is_secret = self.joined.terms.secure_sums and base is not None
+        secret_rows = rows if is_secret else None
+        coming = begun(partial(exchange, self._hub, fragment, base, path, body, secret_rows))
         self._asked[fragment] = _Asked(body, coming)
 
     def wait(self, fragments: Iterable[int], goes_on: Callable[[], bool]) -> bool:
@@ -142,6 +146,8 @@ def join(
     )
     hub = Hub.of(config.island, config.name, reporter.say)
     joined = hub.persist(partial(hub.join, message))
+    if joined.terms.secure_sums:
+        check_secure_sums(f"--island {config.island}")
     updates = config.updates
     every = joined.terms.inner_steps
     if left := updates % every:

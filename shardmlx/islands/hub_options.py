@@ -20,7 +20,7 @@ from shardmlx.config.options import (
 from shardmlx.config.serve import ServeConfig
 from shardmlx.islands.aggregate import AGGREGATES, MEAN, Privacy
 from shardmlx.islands.outer import ROUNDS
-from shardmlx.islands.protocol import FEDAVG, TRAINING, Terms
+from shardmlx.islands.protocol import FEDAVG, TRAINING, Terms, check_secure_sums
 
 _SERVER = "server"
 _rounds, _server = map(in_group, (ROUNDS, _SERVER))
@@ -78,6 +78,20 @@ class HubOptions(Options):
             f"it is for mode {FEDAVG}, one fragment and the mean",
             when=self.privacy.clip and not private,
         )
+
+        for name, value, usual in (
+            ("aggregate", self.aggregate, MEAN),
+            ("max_norm_ratio", self.max_norm_ratio, None),
+            ("clip", self.privacy.clip, None),
+        ):
+            refuse(
+                name,
+                f"is {value} with secure_sums",
+                "leave one out: the hub sees no single difference",
+                when=terms.secure_sums and value != usual,
+            )
+        if terms.secure_sums:
+            check_secure_sums("secure_sums")
 
     @property
     def names(self) -> list[str]:

@@ -238,7 +238,8 @@ class Island:
         self._all(SharedWeights.report, k, body)
         rows_of_update = self._batch.batch_size * self._batch.grad_accumulation_steps
         counts = {"rows": (update - updates) * rows_of_update, "tokens": self._tokens - tokens}
-        self._link.ask(k, base, report_path(k, life=fragment.life, base=base, **counts), body)
+        path = report_path(k, life=fragment.life, base=base, **counts)
+        self._link.ask(k, base, path, body, counts["rows"])
 
     def _hear(self, update: int, awaited: Mapping[int, bool], *, is_last: bool) -> str | None:
         """Take new versions of the fragments in ``awaited``, after a wait for those that have True,

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, Self
 
@@ -93,6 +94,9 @@ class Terms(Message, Options):
         "form of differences: float32, bfloat16, int8, top-k:SHARE, low-rank:RANK",
         metavar="FORM",
     )
+    secure_sums: bool = _training(
+        False, "the hub sees the sum of all differences alone, and not one island's"
+    )
     outer_optimizer: str | None = _rounds(
         None,
         "what makes new weights of differences, with its learning rate: "
@@ -115,6 +119,13 @@ class Terms(Message, Options):
             "give fewer steps: a fragment is merged before its report",
             when=self.overlap >= self.inner_steps,
         )
+        for name, value, usual in (
+            ("mode", self.mode, FEDAVG),
+            ("encoding", self.encoding, "float32"),
+            ("fragments", self.fragments, 1),
+        ):
+            complaint = f"is {value} with secure_sums"
+            refuse(name, complaint, f"give {usual}", when=self.secure_sums and value != usual)
         for name, made_of in (("encoding", encoding_named), ("outer_optimizer", OuterOptimizer.of)):
             text = getattr(self, name)
             try:
@@ -268,6 +279,12 @@ class Progress(Message):
         are_finite = all(is_number(each) and math.isfinite(each) for each in losses)
         if not are_finite or {type(self.step), type(self.tokens)} != {int}:
             raise ValueError("a value that is no number")
+
+
+def check_secure_sums(what: str) -> None:
+    """Raise ``UserError`` if this Python lacks what secure sums need."""
+    if find_spec("cryptography") is None:
+        raise UserError(f"{what}: secure sums need cryptography", "pip install '.[privacy]'")
 
 
 def report_path(fragment: int, *, life: int, base: int, rows: int, tokens: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from shardmlx.islands.aggregate import AGGREGATES, squared_norm, too_long
 from shardmlx.islands.hub_options import HubOptions
 from shardmlx.islands.protocol import ASYNC, FEDAVG, Join, Joined, Progress, Refusal
 from shardmlx.islands.store import Differences, FragmentStore, Report, Run
+
+if TYPE_CHECKING:
+    from shardmlx.islands.secure_hub import SecureRounds
 
 MOST_POINTS = 400
 """Losses of an island that are kept for its curve."""
@@ -74,6 +77,11 @@ class Rounds:
         self._refused: dict[tuple[str, int], int] = {}
         """The base of an island's last refused difference of a fragment: it waits for the next
         version, and the round not for it."""
+        self.secure: SecureRounds | None = None
+        if options.terms.secure_sums:
+            from shardmlx.islands.secure_hub import SecureRounds  # needs cryptography
+
+            self.secure = SecureRounds(self)
         self._seeder: str | None = None
         self._random = np.random.default_rng()
         for name in self.run.lives.keys() & self.islands.keys():
@@ -132,7 +140,7 @@ class Rounds:
                 raise Refusal(422, "the weights have a number that is not finite", "train anew")
             fragment.seed(body)
 
-    def _check(self, report: Report, number: int) -> None:
+    def check(self, report: Report, number: int) -> None:
         """Raise ``Refusal`` for a report that cannot count."""
         fragment = self.fragment(number)
         if fragment.version is None:
@@ -151,7 +159,7 @@ class Rounds:
         """Take a report whose body is in a file: once this returns, it counts, once. Raises
         ``Refusal`` for what the hub will not count."""
         fragment = self.fragment(number)
-        self._check(report, number)
+        self.check(report, number)
         try:
             norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
         except ValueError as error:
@@ -165,7 +173,7 @@ class Rounds:
             self._refused[report.island, number] = report.base
             raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
-            self._check(report, number)  # another may have come meanwhile
+            self.check(report, number)  # another may have come meanwhile
             self.islands[report.island].late += report.base < (fragment.version or 0)
             fragment.add(body, replace(report, norm=norm))
         self._news.set()
@@ -180,6 +188,10 @@ class Rounds:
         )
         return after if is_early or fragment.version is None else fragment.version
 
+    def awake(self) -> None:
+        """End a ``wait``: something has come."""
+        self._news.set()
+
     def wait(self, seconds: float) -> None:
         """Wait for the next report."""
         self._news.wait(seconds)
@@ -187,6 +199,9 @@ class Rounds:
 
     def close_due(self) -> None:
         """Make the outer steps that are due. Raises ``OSError``, after which it can be repeated."""
+        if self.secure is not None:
+            self.secure.close_due()
+            return
         for number, fragment in enumerate(self.run.fragments):
             with fragment.lock:
                 while not self.ended and (reports := self._due(number, fragment)):

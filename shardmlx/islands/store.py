@@ -149,6 +149,11 @@ class FragmentStore:
 
         self._commit(0, VersionFacts(), write)
 
+    @property
+    def masked_bytes(self) -> int:
+        """Bytes of a report to a secure sum."""
+        return 2 * self.seed_bytes
+
     def decoded(self, body: Path, *, is_seed: bool = False) -> Iterator[np.ndarray]:
         """Yield the tensors of a body. Raises ``ValueError`` for what none can be."""
         encoding = FLOAT32 if is_seed else self._encoding
@@ -165,8 +170,9 @@ class FragmentStore:
         self.pending = [*(each for each in self.pending if each.file != report.file), report]
         self._clean()
 
-    def advance(self, reports: Sequence[Report], step: Step) -> None:
-        """Make the next version of pending reports: of each, one tensor at a time is in memory."""
+    def advance(self, reports: Sequence[Report], step: Step, mean: Path | None = None) -> None:
+        """Make the next version of pending reports: of each, one tensor at a time is in memory.
+        Where no single difference is known, a file has their ``mean``, which is the only one."""
         if self.version is None:
             raise ValueError("this fragment has no weights yet")
         encoding = self._encoding
@@ -179,6 +185,8 @@ class FragmentStore:
             for tensor in self.tensors:
                 encoded = encoding.nbytes(tensor.shape)
                 differences = self._differences(reports, encoded_at, tensor)
+                if mean is not None:
+                    differences = iter([_read(mean, at, tensor)])
                 published = _read(old / PUBLISHED, at, tensor)
                 weights = _read(old / OUTER, at, tensor) if encoding.is_lossy else published
                 momentum = _read(old / MOMENTUM, at, tensor) if has_momentum else None
