@@ -13,7 +13,13 @@ import pytest
 from mlx_lm.utils import load_model
 
 from shardmlx.api.client import TrainClient
+from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
+from shardmlx.loading.tokenizer import read_tokenizer
+from shardmlx.training.command import train_model
+from shardmlx.training.datasets import read_data
+from testbed.rows import write
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.loops import (
     ATTENTION,
     EVERYTHING,
@@ -285,3 +291,67 @@ def test_gradients_that_are_not_finite_make_no_update(small: Path) -> None:
     before, after, problem = on_ranks(2, small, work)
     assert after == before
     assert "norm" in problem
+
+
+ADAMW = {"weight_decay": 0.01, "bias_correction": True}
+
+
+def test_cross_entropy_is_the_loss_of_train(small: Path, tmp_path: Path) -> None:
+    """On the same rows, whose mean it is: `train` counts a token of the padding, as mlx-lm does."""
+    texts = ["the sea is blue", "a ship", "ships sail on the sea by night", "hello"]
+    data = write(tmp_path / "data", train=[{"text": text} for text in texts])
+    keys = [*EVERYTHING]
+    config = TrainConfig.from_flat(
+        model=str(small),
+        data=data,
+        train=True,
+        num_layers=-1,
+        batch_size=len(texts),
+        iters=5,
+        val_batches=0,
+        steps_per_report=1,
+        max_seq_length=48,
+        optimizer="adamw",
+        optimizer_config={
+            "adamw": {
+                "betas": [0.9, 0.95],
+                "eps": 1e-8,
+                "weight_decay": 0.01,
+                "bias_correction": True,
+            }
+        },
+        learning_rate=RATE,
+        lora_parameters={"rank": 4, "scale": 8.0, "dropout": 0.0, "keys": keys},
+        adapter_path=str(tmp_path / "adapters"),
+        device="cpu",
+    )
+    expected: list[float] = []
+
+    def listen(event: str, values: Mapping[str, Any]) -> None:
+        if event == "train":
+            expected.append(values["loss"])
+
+    LocalNetwork(2, timeout=30).run(lambda rank: train_model(config, rank, on_event=listen))
+    sets = read_data(config.wanted_data, read_tokenizer(small, False, {}), None)
+    rows = [[*map(int, sets.train[i][0])] for i in range(len(texts))]
+    count = sum(map(len, rows))
+
+    def work(client: TrainClient) -> list[float]:
+        model = client.create_model(rank=4, unembed=False)
+        losses = []
+        for _ in expected:
+            given = [
+                {
+                    "tokens": row,
+                    "target_tokens": [*row[1:], 0],
+                    "weights": np.full(len(row), 1 / count),
+                }
+                for row in rows
+            ]
+            loss = model.forward_backward(given)
+            model.optim_step(RATE, weight_decay=0.01, eps=1e-8)
+            losses.append(loss.result().metrics["loss:sum"])
+        return losses
+
+    assert on_ranks(2, small, work) == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == 5
