@@ -77,18 +77,18 @@ def _settled(
 
 
 def _later(spans: Sequence[Span], period: int, ranks: int) -> list[float]:
-    """Return how much later than a period before each action of a rank ends, of the last ones that
-    repeat that period; none if fewer repeat than ranks depend on."""
+    """Return how much later than a period before each action of a rank ends, of the last that
+    repeat that period one after the other; none if fewer do than ranks depend on."""
     kinds = {(action.stage, action.kind) for action, _, _ in spans}
     length = len(kinds) * period
-    repeated = [_repeats(spans[i - length], spans[i], period) for i in range(length, len(spans))]
-    if True not in repeated:
-        return []
-    stop = len(repeated) - repeated[::-1].index(True)
-    start = stop - len(kinds) * (2 * ranks + period)
-    if start < 0 or not all(repeated[start:stop]):
-        return []
-    return [spans[i + length][2] - spans[i][2] for i in range(start, stop)]
+    needed = len(kinds) * (2 * ranks + period)
+    # While the pipeline drains, an action may repeat another by chance.
+    together = 0
+    for start in range(len(spans) - 1, length - 1, -1):
+        together = together + 1 if _repeats(spans[start - length], spans[start], period) else 0
+        if together == needed:
+            return [spans[i][2] - spans[i - length][2] for i in range(start, start + needed)]
+    return []
 
 
 def _repeats(before: Span, span: Span, period: int) -> bool:

@@ -63,11 +63,13 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_costs_no_more_for_a_thousand_times_as_many_micro_batches(name: str) -> None:
     random = Random(name)
-    for pp in (2, 4):
+    for pp, frozen in product((2, 4), (0, 2)):
         counts = []
         for microbatches in (1024, 1024 * 1024):
             step = Step(name, pp, random, 0.0)
-            step.costs = [Costs(1 + stage % 3) for stage in range(len(step.placement))]
+            stages = range(len(step.placement))
+            step.trainable = [stage >= min(frozen, pp - 1) for stage in stages]
+            step.costs = [Costs(1 + stage % 3) for stage in stages]
             step.makespan(microbatches)
             counts.append(step.counts)
         assert counts[0] == counts[1]
