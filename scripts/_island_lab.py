@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -23,6 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 import numpy as np
+from _soaking import Record
 from soak_hub import NAMES, started
 
 from shardmlx.common.http_listener import bind
@@ -95,7 +95,7 @@ class Lab:
     data: Path
     seed: int
     tokens: int | None = None
-    faults: list[str] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
 
     def __post_init__(self) -> None:
         with bind("127.0.0.1", 0) as free:
@@ -161,14 +161,10 @@ class Lab:
                 said = "".join(
                     f"\n--- {name}\n{each.output[-1500:]}" for name, each in self.islands.items()
                 )
-                self.fault(f"not within {seconds:g} s: {what}{said}\n{self.status()}")
+                self.record.fault(f"not within {seconds:g} s: {what}{said}\n{self.status()}")
                 return False
             time.sleep(0.2)
         return True
-
-    def fault(self, what: str) -> None:
-        self.faults.append(what)
-        print(what, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Let all islands train to the end of the run."""
@@ -177,7 +173,7 @@ class Lab:
             assert island.job is not None
             self.until(island.has_ended, f"{island.name} ends with the run")
             if island.job.process.poll() or "the hub has ended the run" not in island.output:
-                self.fault(f"{island.name} ended otherwise:\n{island.output}")
+                self.record.fault(f"{island.name} ended otherwise:\n{island.output}")
 
     def close(self) -> None:
         for island in self.islands.values():

@@ -12,7 +12,6 @@ this process. The same seed makes the same cases; ``--only NAME:NUMBER`` runs on
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -28,6 +27,7 @@ from random import Random
 from types import FrameType
 
 import _spoil
+from _soaking import parser_of
 
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import FileInfo, Manifest
@@ -416,9 +416,8 @@ def table(results: Mapping[str, Counts]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; return 1 if any is a fault, else 0."""
     targets = {target.name: target for target in (make() for make in TARGETS)}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=2000, help="cases of all targets together")
-    parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     parser.add_argument(
         "--only", metavar="NAME[:NUMBER]", help=f"one target, or one case: {', '.join(targets)}"
     )

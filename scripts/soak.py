@@ -10,33 +10,26 @@ no other checkpoint may be damaged, and only steps after the last checkpoint may
 
 from __future__ import annotations
 
-import _root
-
-import argparse
 import contextlib
 import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
+from _soaking import Record, parser_of, small_model
 from rich.progress import track
-from rich.table import Table
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
 from testbed.jobs import Running
 from testbed.runs import events, in_file
-from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
 
 STEPS = 12
 ATTEMPTS = 3
@@ -109,16 +102,13 @@ class Soak:
 
     root: Path
     chance: random.Random
-    done: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+    record: Record = field(default_factory=Record)
     slowest: float = 0.0
     usual_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         """Make a tiny model and real data, and run what nobody disturbs."""
-        self.data = pirate_directory(self.root / "data", self.root / "whole")
-        tokenizer = tokenizer_directory(self.root / "tokenizer", self.data)
-        self.model = small_directory(self.root / "model", tokenizer)
+        self.model, self.data = small_model(self.root)
         self.expected: dict[str, dict[int, float]] = {}
         for run in RUNS:
             directory = self.root / run
@@ -174,51 +164,53 @@ class Soak:
             if broken and self.chance.random() < 0.4:
                 spoiled |= self._damage(store)
         if missing := self.expected[run].keys() - made:
-            self._fault(f"case {number}, {run}", f"steps {sorted(missing)} were never made")
+            self.record.fault(f"case {number}, {run}: steps {sorted(missing)} were never made")
         shutil.rmtree(directory)
 
     def _let_run(self, where: str, broken: str | None, job: Running, store: Store) -> None:
         moment = self.chance.uniform(0.0, 1.1 * self.usual_seconds)
         if broken is None or job.wait(moment) is not None:
-            self.done["left to its end"] += 1
+            self.record.counts["left to its end"] += 1
             if job.wait(120.0) != 0:
-                self._fault(where, f"failed\n{job.where_it_hangs().output}")
+                self.record.fault(f"{where}: failed\n{job.where_it_hangs().output}")
             return
-        self.done[broken] += 1
+        self.record.counts[broken] += 1
         committed = newest_sound(store)
         begun = time.monotonic()
         BROKEN[broken].happen(job, self.chance)
         limit = BROKEN[broken].seconds
         if job.wait(limit + SECONDS_TO_END) is None:
-            self._fault(where, f"hangs\n{job.where_it_hangs().output}")
+            self.record.fault(f"{where}: hangs\n{job.where_it_hangs().output}")
         self.slowest = max(self.slowest, time.monotonic() - begun - limit)
         if left := job.left_behind():
-            self._fault(where, f"left processes behind: {left}\n{job.where_it_hangs().output}")
+            self.record.fault(
+                f"{where}: left processes behind: {left}\n{job.where_it_hangs().output}"
+            )
         if (newest_sound(store) or 0) < (committed or 0):
-            self._fault(where, f"the checkpoint of step {committed} is lost")
+            self.record.fault(f"{where}: the checkpoint of step {committed} is lost")
 
     def _check_checkpoints(self, where: str, store: Store, spoiled: set[int]) -> None:
         """Record a fault for each damaged checkpoint that this script did not damage."""
         for step in store.steps():
-            self.done["checkpoints looked at"] += 1
+            self.record.counts["checkpoints looked at"] += 1
             fault = fault_of(store, step)
             if fault and step not in spoiled:
-                self._fault(where, f"damaged checkpoint: {fault}")
+                self.record.fault(f"{where}: damaged checkpoint: {fault}")
 
     def _check_losses(self, where: str, metrics: Path, run: str, before: int | None) -> set[int]:
         """Return the steps of an attempt; record wrong losses, and a resume from another step."""
         if not metrics.exists():
             return set()
         for event in events(metrics, "resume"):
-            self.done["resumed"] += 1
+            self.record.counts["resumed"] += 1
             if event["step"] != before:
-                self._fault(where, f"resumed from step {event['step']}, not {before}")
+                self.record.fault(f"{where}: resumed from step {event['step']}, not {before}")
         made = losses(metrics)
         for step, loss in made.items():
-            self.done["steps compared"] += 1
+            self.record.counts["steps compared"] += 1
             expected = self.expected[run][step]
             if abs(loss - expected) > TOLERANCE * abs(expected):
-                self._fault(where, f"step {step}: loss {loss}, not {expected}")
+                self.record.fault(f"{where}: step {step}: loss {loss}, not {expected}")
         return set(made)
 
     def _damage(self, store: Store) -> set[int]:
@@ -229,7 +221,7 @@ class Soak:
         path = self.chance.choice(sorted(store.path(steps[-1]).iterdir()))
         content = bytearray(path.read_bytes())
         how = self.chance.choice(["a bit is flipped", "a file is torn", "a file is deleted"])
-        self.done[how] += 1
+        self.record.counts[how] += 1
         if how == "a bit is flipped":
             content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
             path.write_bytes(content)
@@ -238,10 +230,6 @@ class Soak:
         else:
             path.unlink()
         return {steps[-1]}
-
-    def _fault(self, where: str, what: str) -> None:
-        self.faults.append(f"{where}: {what}")
-        print(self.faults[-1], file=sys.stderr, flush=True)
 
 
 def losses(metrics: Path) -> dict[int, float]:
@@ -264,22 +252,17 @@ def newest_sound(store: Store) -> int | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=20, help="runs to interrupt (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of all random choices (default: 0)")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         soak = Soak(Path(directory), random.Random(flags.seed))
         for number in track(range(flags.cases), "soaking"):
             soak.case(number)
-    table = Table("what", "count", box=None)
-    table.add_row("runs", str(flags.cases))
-    for what, count in sorted(soak.done.items()):
-        table.add_row(what, str(count))
-    table.add_row("faults", str(len(soak.faults)))
-    Console().print(table)
+    soak.record.counts["runs"] = flags.cases
+    soak.record.show()
     print(f"slowest end after an event, beyond --timeout: {soak.slowest:.1f} s")
-    return 1 if soak.faults else 0
+    return 1 if soak.record.faults else 0
 
 
 if __name__ == "__main__":

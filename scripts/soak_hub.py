@@ -12,9 +12,6 @@ weights must have moved by the sum of all that was acknowledged.
 
 from __future__ import annotations
 
-import _root
-
-import argparse
 import random
 import subprocess
 import sys
@@ -26,9 +23,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from _soaking import Record, parser_of
 
 from shardmlx.common.http_listener import bind
 from shardmlx.islands.protocol import Join, Joined, Progress, SharedTensor, report_path
+from testbed.hub_process import started_hub
 
 NAMES = ("ann", "ben", "cid", "dee")
 NUMBERS = 1000
@@ -117,12 +116,8 @@ class Island(threading.Thread):
 
 
 def started(directory: Path, port: int, options: str = OPTIONS) -> subprocess.Popen[str]:
-    words = ["hub", "--path", str(directory), "--islands", ",".join(NAMES), "--port", str(port)]
-    command = [sys.executable, "-m", "shardmlx", *words, *options.split()]
-    hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert hub.stdout is not None
-    assert "page" in hub.stdout.readline()
-    threading.Thread(target=hub.stdout.read, daemon=True).start()
+    """Start a hub for all islands at a port."""
+    hub, _ = started_hub(directory, NAMES, *options.split(), port=port)
     return hub
 
 
@@ -130,7 +125,8 @@ def soak(directory: Path, events: int, seed: int) -> bool:
     """Return whether the weights have moved by what was acknowledged; print what happened."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    chance, counts = random.Random(seed), Counter[str]()
+    chance = random.Random(seed)
+    record = Record()
     hub = started(directory, port)
     url = f"http://127.0.0.1:{port}"
     tokens = {name: (directory / "tokens" / name).read_text() for name in NAMES}
@@ -143,14 +139,14 @@ def soak(directory: Path, events: int, seed: int) -> bool:
             hub.kill()
             hub.wait()
             hub = started(directory, port)
-            counts["deaths of the hub"] += 1
+            record.counts["deaths of the hub"] += 1
         else:
             chance.choice(islands).must_die.set()
     for island in islands:
         island.must_end.set()
     for island in islands:
         island.join()
-        counts += island.counts
+        record.counts += island.counts
     expected = -sum(island.total for island in islands)
     moved, until = 0.0, time.monotonic() + SECONDS_TO_SETTLE
     with httpx.Client(base_url=url, headers={"authorization": f"Bearer {tokens['ann']}"}) as http:
@@ -159,19 +155,19 @@ def soak(directory: Path, events: int, seed: int) -> bool:
             weights = np.frombuffer(http.get("/fragments/0").content, np.float32)
             assert (weights == weights[0]).all()
             moved = float(weights[0])
-        counts["versions"] = int(http.get("/fragments/0").headers["x-version"])
+        record.counts["versions"] = int(http.get("/fragments/0").headers["x-version"])
     hub.terminate()
     hub.wait()
-    for name, count in counts.items():
-        print(f"{name}: {count}")
+    if abs(moved - expected) > 0.5:
+        record.fault(f"acknowledged: {-expected}; the weights moved by {-moved:g}")
+    record.show()
     print(f"acknowledged: {-expected}; the weights moved by {-moved:g}")
-    return abs(moved - expected) <= 0.5
+    return not record.faults
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, seed=1)
     parser.add_argument("--events", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         return 0 if soak(Path(directory) / "lab", options.events, options.seed) else 1

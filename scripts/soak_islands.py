@@ -15,9 +15,6 @@ train as many tokens with other seeds, and losses are compared.
 
 from __future__ import annotations
 
-import _root
-
-import argparse
 import json
 import random
 import re
@@ -37,6 +34,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from _island_lab import FRAGMENTS, RANKS, Island, Lab, replay
+from _soaking import Record, parser_of
 from mlx_lm.utils import load
 from soak_hub import NAMES
 
@@ -65,10 +63,9 @@ class Soak:
 
     def __init__(self, root: Path, seed: int) -> None:
         self._root, self._chance = root, random.Random(seed)
-        self.counts: Counter[str] = Counter()
+        self.record = Record()
         self.slowest = 0.0
         """Seconds in which all that happened at once was named, at most."""
-        self.faults: list[str] = []
         self.curves: list[list[float]] = []
         """Losses of each run at ``PARTS``."""
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -124,8 +121,8 @@ class Soak:
         replays = [replay(lab.watch, lab.proxy, k) for k in range(FRAGMENTS)]
         for _, faults in replays:
             for fault in faults:
-                lab.fault(fault)
-        self.faults += lab.faults
+                lab.record.fault(fault)
+        self.record.faults += lab.record.faults
         versions = [*zip(*(weights for weights, _ in replays), strict=False)]
 
         def loss(version: int) -> float:
@@ -159,7 +156,7 @@ class Soak:
                 event, is_named = HUB_DIES, self._kill_hub(lab, targets, seen)
             else:
                 event, is_named = self._disturb(lab, lab.islands[target])
-            self.counts[event] += 1
+            self.record.counts[event] += 1
             named.append((f"{event}: {target}", is_named))
         begun = time.monotonic()
         for what, is_named in named:
@@ -168,7 +165,7 @@ class Soak:
         for island in lab.islands.values():
             if island.has_ended():
                 if island.name not in targets:
-                    lab.fault(f"{island.name} ended by itself:\n{island.output}")
+                    lab.record.fault(f"{island.name} ended by itself:\n{island.output}")
                 island.close()
         if any(island.job is not None for island in lab.islands.values()):
             least = lab.status()["rounds"] + chance.randint(1, 5)
@@ -232,26 +229,22 @@ def named(tensors: Sequence[SharedTensor], weights: np.ndarray) -> Iterator[tupl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, seed=1)
     parser.add_argument("--events", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--undisturbed", type=int, default=3, help="runs to compare with")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         soak = Soak(Path(directory), options.seed)
         tokens = soak.disturbed(options.events)
-        for what, count in sorted(soak.counts.items()):
-            print(f"{what}: {count}")
+        soak.record.show()
         print(f"named within {soak.slowest:.0f} s", flush=True)
         for seed in range(1, options.undisturbed + 1):
             soak.undisturbed(tokens, seed)
     last, *others = (curve[-1] for curve in soak.curves)
     least, most = min(others, default=last), max(others, default=last)
     is_within = abs(last - (least + most) / 2) <= 1.5 * (most - least)
-    print(f"noise: {most - least:.4f}; within it: {is_within}; faults: {len(soak.faults)}")
-    return 0 if is_within and not soak.faults else 1
+    print(f"noise: {most - least:.4f}; within it: {is_within}; faults: {len(soak.record.faults)}")
+    return 0 if is_within and not soak.record.faults else 1
 
 
 if __name__ == "__main__":

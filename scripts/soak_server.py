@@ -12,8 +12,6 @@ free buffers of most sizes that it needs. Linux only.
 
 from __future__ import annotations
 
-import _root
-
 import argparse
 import re
 import sys
@@ -27,9 +25,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
+from _soaking import small_model
 
 from testbed.jobs import Running
-from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
 
 CLIENTS = 8
 RANKS = 2
@@ -140,9 +138,7 @@ def main() -> int:
     )
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        data = pirate_directory(root / "data", root / "whole")
-        model = small_directory(root / "model", tokenizer_directory(root / "tokenizer", data))
+        model, _ = small_model(Path(directory))
         options = "--model", model, "--port", "0"
         with Running.ranks(RANKS, "-m", "shardmlx.serve", *options) as server:
             seen = soak(server, flags.requests, flags.every)

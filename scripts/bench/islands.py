@@ -35,6 +35,7 @@ from shardmlx.islands.store import Run
 from testbed.delays import SlowLink
 from testbed.delays import command as delay_command
 from testbed.hosts import Lab, hosts, missing
+from testbed.hub_process import started_hub
 from testbed.rows import write
 
 TRAIN = ("-m", "shardmlx", "train")
@@ -45,16 +46,12 @@ TOGETHER = "data parallel"
 @contextmanager
 def running_hub(path: Path, names: Sequence[str], **terms: object) -> Iterator[int]:
     """Run a hub for islands with these names, and yield its port."""
-    words = as_flags({"path": path, "islands": ",".join(names), "port": 0, **terms})
-    command = [sys.executable, "-m", "shardmlx", "hub", *words]
-    env = {**os.environ, **environment()}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as hub:
-        try:
-            assert hub.stdout is not None
-            address, _, _ = hub.stdout.readline().partition(";")
-            yield int(address.rpartition(":")[2])
-        finally:
-            hub.terminate()
+    hub, port = started_hub(path, names, *as_flags(terms), env=environment())
+    try:
+        yield port
+    finally:
+        hub.terminate()
+        hub.wait()
 
 
 def train_islands(
