@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from scripts.bench.benchmark import Bench, Benchmark, machine, run
-from scripts.bench.trained import FULL, NEVER, PIRATE, SMOLLM2, demo_lacks, of_kind, trained
+from scripts.bench.trained import FULL, NEVER, PIRATE, demo_lacks, demo_model, of_kind, trained
 from testbed.jobs import ROOT
 
 # Rounding
@@ -61,10 +61,10 @@ class Curve:
         return statistics.fmean(self.steps[-LAST:])
 
 
-def curve_of(bench: Bench, name: str, kind: Kind, steps: int) -> Curve:
+def curve_of(bench: Bench, name: str, kind: Kind, model: Path, steps: int) -> Curve:
     """Return the losses of a run."""
     flags = {
-        **FULL, "model": SMOLLM2, "data": PIRATE, "unfreeze_all": True, "optimizer": "adam",
+        **FULL, "model": model, "data": PIRATE, "unfreeze_all": True, "optimizer": "adam",
         "learning_rate": 1e-5, "pipeline_stages": 1, "batch_size": kind.rows,
         "max_seq_length": LENGTH + 1, "iters": steps, "steps_per_eval": NEVER, "val_batches": 10,
     }  # fmt: skip
@@ -83,9 +83,10 @@ def curves(bench: Bench) -> None:
     a CPU emulates.
     """
     steps = 2 if bench.quick else bench.options.steps
+    model = demo_model(bench)
     found: dict[str, Curve] = {}
     for name, kind in bench.chosen(KINDS).items():
-        found[name] = curve_of(bench, name, kind, steps)
+        found[name] = curve_of(bench, name, kind, model, steps)
         bench.say(name, f"{found[name].last:.4f}")
     bench.keep(curves={name: vars(curve) for name, curve in found.items()})
     lines = []
@@ -136,8 +137,10 @@ RANKS = {"1 rank": 1, "2 ranks": 2, "4 ranks": 4}
 def losses_of_all(bench: Bench) -> dict[str, list[float]]:
     """Return the losses of all steps, of mlx_lm.lora and of our runs."""
     config = bench.path("lora.yaml")
-    paths = {"model": str(SMOLLM2), "data": str(PIRATE)}
-    config.write_text(yaml.safe_dump({**OPTIONS, **paths, "adapter_path": str(bench.path("out"))}))
+    own = {"model": str(demo_model(bench)), "data": str(PIRATE)}
+    own["adapter_path"] = str(bench.path("out"))
+    fewer = {"iters": 2, "num_layers": 8} if bench.quick else {}
+    config.write_text(yaml.safe_dump({**OPTIONS, **own, **fewer}))
     run([sys.executable, "-m", "testbed.mlx_lm_lora", config])
     theirs = json.loads(config.with_suffix(".json").read_text())["train"]
     losses = {THEIRS: [loss for _, loss in theirs]}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,12 +43,16 @@ MICROBATCHES, LAYERS = 4, 8
 # Models and rows
 
 
+@cache
+def vocabulary() -> list[str]:
+    """Return 900 words."""
+    draw = random.Random(5)
+    return ["".join(draw.choices("aeioutnrsldm", k=draw.randint(2, 8))) for _ in range(900)]
+
+
 def words_of(seed: int, count: int) -> str:
     """Return a text of so many words, the same for the same seed."""
-    draw = random.Random(seed)
-    letters = "aeioutnrsldm"
-    words = ["".join(draw.choice(letters) for _ in range(draw.randint(2, 8))) for _ in range(900)]
-    return " ".join(draw.choices(words, k=count))
+    return " ".join(random.Random(seed).choices(vocabulary(), k=count))
 
 
 def talk(seed: int, messages: int, words: int = 12) -> dict[str, Any]:

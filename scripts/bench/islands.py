@@ -22,8 +22,8 @@ from scripts.bench.between_hosts import train_on
 from scripts.bench.trained import (
     FULL,
     PIRATE,
-    SMOLLM2,
     demo_lacks,
+    demo_model,
     make_long_rows,
     make_wide,
     of_kind,
@@ -202,7 +202,7 @@ def islands(bench: Bench) -> None:
     directory = bench.directory
     write_data(directory)
     model, losses = directory / "model", dict[str, list[float]]()
-    train_together(SMOLLM2, model, directory, iters=course.warm_up, seed=1)
+    train_together(demo_model(bench), model, directory, iters=course.warm_up, seed=1)
     bench.say("before", f"{loss_of(directory, model):.4f}")
     for name in filter(bench.wants, (TOGETHER, *ENCODINGS)):
         with tempfile.TemporaryDirectory(dir=directory) as made:

@@ -9,9 +9,10 @@ from typing import Any
 
 from scripts.bench.benchmark import Bench, Benchmark, beside, run
 from scripts.bench.trained import (
-    SMOLLM2,
+    TINY,
     as_words,
     demo_lacks,
+    demo_model,
     make_long_rows,
     make_wide,
     of_kind,
@@ -166,7 +167,8 @@ def prediction(bench: Bench) -> None:
     Run it on a machine that does nothing else: about 25 minutes on two cores.
     """
     data = make_long_rows(bench.directory / "data")
-    models = {"smollm2": SMOLLM2, "wide": make_wide(bench.directory / "wide")}
+    sizes = TINY if bench.quick else {}
+    models = {"smollm2": demo_model(bench), "wide": make_wide(bench.directory / "wide", **sizes)}
     results = []
     for work in WORKS:
         named = f"{work.model} {work.fine_tune_type}"

@@ -91,6 +91,11 @@ def make_both(bench: Bench, **changes: Any) -> tuple[Path, Path]:
     return make_wide(bench.directory / "model", **sizes), make_long_rows(bench.directory / "data")
 
 
+def demo_model(bench: Bench) -> Path:
+    """Return the demo's model, or a tiny one if a benchmark is to be over soon."""
+    return make_wide(bench.directory / "tiny", **TINY) if bench.quick else SMOLLM2
+
+
 def as_words(values: Mapping[str, object], config: Path) -> list[str]:
     """Write options of ``shardmlx.train`` as flags, and into ``config`` those that have none."""
     only_in_file = {each.name for each in declared(TrainConfig) if not each.rules.flag}
