@@ -23,7 +23,6 @@ from shardmlx.engine.stage import Stage
 from shardmlx.main import main
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.training.losses import Gradients
-from shardmlx.training.rows import Share
 from tests.helpers.commands import failing_at as failing_at_command
 
 rank, when, how, *arguments = sys.argv[1:]
@@ -45,10 +44,10 @@ def fail() -> None:
 
 
 def counting(method: Any) -> Any:
-    def wrapped(gradients: Gradients, step: int, share: Share) -> Any:
+    def wrapped(gradients: Gradients, step: int, *given: Any) -> Any:
         global began
         began = step
-        return method(gradients, step, share)
+        return method(gradients, step, *given)
 
     return wrapped
 
