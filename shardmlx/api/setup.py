@@ -30,6 +30,7 @@ from shardmlx.loading.rank_setup import (
     ModelWorker,
     bring_weights,
     gather_facts,
+    join_groups,
     open_everywhere,
 )
 from shardmlx.loading.transfer import Needs
@@ -59,8 +60,7 @@ def prepare(spec: LoopSpec, crew: Crew[LoopWorker]) -> None:
     plan = _planned(spec, crew)
     crew.all(LoopWorker.cut_base, plan)
     mesh = plan.plan.mesh
-    if mesh.tp > 1:
-        crew.all(LoopWorker.join_group, [mesh.sharing(rank) for rank in range(mesh.size)])
+    join_groups(crew, mesh)
     crew.all(ModelWorker.set_limits, plan.limits)
     ranges = plan.plan.stage_map.partition.ranges
     stages = [[ranges[stage] for stage in plan.plan.stages_of(rank)] for rank in range(mesh.size)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,6 @@ from shardmlx.checkpoint.export import (
 from shardmlx.common.durable_files import NewFiles, why_not_written
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.crew import takes_long, together
-from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.engine import Engine, Results, Step
@@ -185,7 +184,6 @@ class LoopWorker(ModelWorker):
         self._base: Sequence[Slice] = ()
         self._models: dict[str, _Model] = {}
         self._keys: AdapterKeys | None = None
-        self._all_sum: Callable[[mx.array], mx.array] | None = None
 
     @property
     def plan(self) -> LoopPlan:
@@ -222,11 +220,6 @@ class LoopWorker(ModelWorker):
         self._base = self._own(cut(self._whole, plan.plan.stage_map.partition.ranges))
         self._whole = None
 
-    @together
-    def join_group(self, members: Sequence[Sequence[int]]) -> None:
-        """Join the group of ranks that share layers, with the others: ``members[rank]``."""
-        self._all_sum = join_group(self.transport, members[self.transport.rank], self.reporter)
-
     @takes_long
     def load_base(self) -> int:
         """Read this rank's weights; return their bytes. Raises ``UserError``."""
@@ -246,11 +239,11 @@ class LoopWorker(ModelWorker):
 
     def _share(self, parts: Sequence[Slice]) -> None:
         """Leave slices this rank's share of their layers."""
-        if self._all_sum is None:
+        if self.plan.plan.mesh.tp == 1:
             return
         rank = self.plan.plan.mesh.share(self.transport.rank)
         for part in parts:
-            take_share(part, self.opened.shape, self.plan.shares, rank, self._all_sum)
+            take_share(part, self.opened.shape, self.plan.shares, rank, self.all_sum)
 
     # Models.
 

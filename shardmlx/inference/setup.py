@@ -24,6 +24,7 @@ from shardmlx.loading.rank_setup import (
     OpenedModel,
     bring_weights,
     gather_facts,
+    join_groups,
     open_everywhere,
 )
 from shardmlx.loading.tokenizer import read_tokenizer
@@ -74,9 +75,7 @@ def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) ->
     job = think(JobOptions(generation=config), replace(facts, generation=asked))
     for warning in job.warnings:
         reporter.warn(warning)
-    if job.mesh.tp > 1:
-        members = [job.mesh.sharing(rank) for rank in range(crew.size)]
-        crew.all(InferenceWorker.join_group, members)
+    join_groups(crew, job.mesh)
     crew.all(InferenceWorker.build, config, job)
     drafter = None
     if draft is not None:

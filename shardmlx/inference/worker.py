@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, InferenceConfig
-from shardmlx.distributed.crew import takes_long, together
-from shardmlx.distributed.mlx_group import join_group
+from shardmlx.distributed.crew import takes_long
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.draft_model import ModelDrafter
 from shardmlx.inference.grammars import Grammars, has_llguidance
@@ -35,7 +34,6 @@ class InferenceWorker(ModelWorker):
     def __init__(self, transport: Transport, reporter: Reporter) -> None:
         super().__init__(transport, reporter)
         self._head: DraftHead | None = None
-        self._all_sum: Callable[[mx.array], mx.array] | None = None
         self._run: InferenceRun | None = None
 
     @property
@@ -52,12 +50,6 @@ class InferenceWorker(ModelWorker):
         self._head = build_draft_head(self.opened.path, dtype)
         return self._head.nbytes
 
-    @together
-    def join_group(self, members: Sequence[Sequence[int]]) -> None:
-        """Join the group of ranks that share layers, with the others: ``members[rank]``."""
-        mine = members[self.transport.rank]
-        self._all_sum = join_group(self.transport, mine, self.reporter)
-
     def build(self, config: InferenceConfig, job: Job) -> None:
         """Build the whole model, lazily, and cut this rank's layers out. Raises ``UserError``."""
         opened = self.opened
@@ -67,9 +59,9 @@ class InferenceWorker(ModelWorker):
         )
         (ends,) = job.layers(rank)
         part = Slice(model, *ends)
-        if self._all_sum is not None:
+        if job.mesh.tp > 1:
             share = job.mesh.share(rank)
-            take_share(part, opened.shape, job.shares, share, self._all_sum)
+            take_share(part, opened.shape, job.shares, share, self.all_sum)
         if (limit := job.generated.setup.max_kv_size) is not None:
             check_limited(part, limit, opened.shape.model_type)
         if config.cache_quantisation is not None:

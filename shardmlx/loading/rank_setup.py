@@ -15,7 +15,8 @@ from shardmlx.common.process_memory import memory_limit, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import MachineOptions, ModelSource
-from shardmlx.distributed.crew import Crew
+from shardmlx.distributed.crew import Crew, together
+from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading.discovery import find_adapter_files, find_model_files
@@ -26,6 +27,7 @@ from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine, read_hostfile, same_host
@@ -81,6 +83,7 @@ class ModelWorker:
         self.model_files = LocalFiles(transport, reporter)
         self.adapter_files = LocalFiles(transport, reporter)
         self._opened: OpenedModel | None = None
+        self._all_sum: Callable[[mx.array], mx.array] | None = None
 
     def report_to(self, reporter: Reporter) -> None:
         """Say everything to this reporter from now on."""
@@ -118,6 +121,21 @@ class ModelWorker:
         wired first."""
         set_limits(limits[self.transport.rank])
 
+    @together
+    def join_group(self, members: Sequence[Sequence[int]]) -> None:
+        """Join the group of ranks that share layers, with the others: ``members[rank]``. May be
+        called again."""
+        if self._all_sum is None:
+            mine = members[self.transport.rank]
+            self._all_sum = join_group(self.transport, mine, self.reporter)
+
+    @property
+    def all_sum(self) -> Callable[[mx.array], mx.array]:
+        """The sum over the ranks of the group, once it was joined."""
+        if self._all_sum is None:
+            raise RuntimeError("no group was joined yet")
+        return self._all_sum
+
     def close_files(self) -> None:
         """Remove temporary files, once the weights are loaded. May be called again."""
         self.model_files.close()
@@ -149,6 +167,12 @@ def open_everywhere(
     if crew.worker.opened.shape.is_approximate:
         reporter.warn(APPROXIMATE)
     return crew.worker.opened
+
+
+def join_groups(crew: Crew[ModelWorker], mesh: Mesh) -> None:
+    """Let the ranks that share layers join a group each, if any do."""
+    if mesh.tp > 1:
+        crew.all(ModelWorker.join_group, [mesh.sharing(rank) for rank in range(mesh.size)])
 
 
 def bring_weights(crew: Crew[ModelWorker], needs: Needs, reporter: Reporter) -> None:

@@ -21,7 +21,7 @@ from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError, NoOrderFitsError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.facts.cluster import pipeline_seconds
+from shardmlx.planning.facts.cluster import Cluster, pipeline_seconds
 from shardmlx.planning.facts.plan_facts import CLOSE, PlanFacts
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares
@@ -48,6 +48,12 @@ class Assessment:
     plan: Plan
     seconds: float
     memory: tuple[PlannedMemory, ...]
+
+    def costs(self, cluster: Cluster) -> tuple[object, ...]:
+        """Return a sort key among ways that are as fast: simple ones first, then those that leave
+        most memory free."""
+        fullness = max(each.peak / cluster.capacity(i) for i, each in enumerate(self.memory))
+        return complexity(self.way), self.way.layout.schedule != SIMPLEST, fullness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +208,8 @@ def choose(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total
     if not search.found:
         raise search.nearest_failure()
     limit = search.shortest * (1 + CLOSE)
-
-    def preference(each: Assessment) -> tuple[object, ...]:
-        fullness = max(of.peak / facts.cluster.capacity(i) for i, of in enumerate(each.memory))
-        return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
-
-    best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
+    fast = (each for each in search.found.values() if each.seconds <= limit)
+    best = min(fast, key=lambda each: each.costs(facts.cluster))
     mean = facts.lengths.mean(best.plan.pack)
     return Choice(
         asked=run,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
@@ -52,22 +52,9 @@ def plan_generation(config: InferenceConfig, facts: Facts) -> Job:
     costs = _costs(facts.model, part.load, rows=-(-part.setup.sequences // part.groups))
     less = _less(part)
 
-    def planned(stage_map: StageMap) -> Job:
-        if stage_map.placement != tuple(range(stages)):
-            stage_map = StageMap.from_sizes(stage_map.partition.sizes)
-        job = Job(
-            model=facts.digest,
-            mesh=Mesh(1, stages, shares.size),
-            stage_map=stage_map,
-            shares=shares,
-            cluster=cluster,
-            generation=part,
-        )
-        return replace(job, limits=limits_of(facts.budgets, job.memory, cluster.backend))
-
     problem = generation_problem(part.setup, shares, cluster, costs)
     try:
-        job = _divided(config, facts, problem, planned)
+        job = _divided(config, facts, problem, part, shares)
     except DoesNotFitError as error:
         more = "raise --memory-limit, " * (config.memory_limit is not None)
         raise UserError(error.fact, f"{more}{less}, or use more machines") from None
@@ -141,17 +128,35 @@ def _divided(
     config: InferenceConfig,
     facts: Facts,
     problem: Problem,
-    planned: Callable[[StageMap], Job],
+    part: GenerationPart,
+    shares: TensorShares,
 ) -> Job:
     """Return the job with the user's stages, or the partitioner's: if that is open, the fastest
     division, or the one that takes the least memory. Raises ``DoesNotFitError``."""
     if facts.stage_map is not None:
-        return planned(facts.stage_map)
+        return _job(facts, facts.stage_map, part, shares)
     is_open = config.partitioner == AUTO
-    job = planned(PARTITIONERS[FASTEST if is_open else config.partitioner](problem))
+    fastest = PARTITIONERS[FASTEST if is_open else config.partitioner](problem)
+    job = _job(facts, fastest, part, shares)
     if is_open and problem.num_stages > 1 and _overfull(job, facts.allowed):
-        return planned(PARTITIONERS[SMALLEST](problem))
+        return _job(facts, PARTITIONERS[SMALLEST](problem), part, shares)
     return job
+
+
+def _job(facts: Facts, stage_map: StageMap, part: GenerationPart, shares: TensorShares) -> Job:
+    """Return the job with these stages, in order, and its limits."""
+    stages = stage_map.num_stages
+    if stage_map.placement != tuple(range(stages)):
+        stage_map = StageMap.from_sizes(stage_map.partition.sizes)
+    job = Job(
+        model=facts.digest,
+        mesh=Mesh(1, stages, shares.size),
+        stage_map=stage_map,
+        shares=shares,
+        cluster=facts.cluster,
+        generation=part,
+    )
+    return replace(job, limits=limits_of(facts.budgets, job.memory, facts.machines.backend))
 
 
 def generation_problem(

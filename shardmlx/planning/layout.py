@@ -81,14 +81,10 @@ def _problem(draft: Plan, workload: Workload, facts: PlanFacts, length: int) -> 
     cluster = facts.cluster
     size = draft.micro_batch_rows
     setup = cluster.setup(workload, size, facts.lengths.longest[0], mesh.dp)
-    of_layers = PeaksOfLayers(draft, setup)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
-
-    def peak(stage: int, start: int, stop: int) -> float:
-        return of_layers(stage, start, stop) + facts.nbytes_beside(start, stop)
 
     def transfer(a: int, b: int) -> float:
         if cluster.unit == "FLOPs":
@@ -99,7 +95,7 @@ def _problem(draft: Plan, workload: Workload, facts: PlanFacts, length: int) -> 
         placement=draft.stage_map.placement,
         costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
-        peak=None if all(map(math.isinf, capacity)) else peak,
+        peak=None if all(map(math.isinf, capacity)) else PeaksOfLayers(draft, setup, facts.beside),
         capacity=capacity,
         transfer=between_ranks(mesh, transfer),
         microbatches=draft.microbatches,

@@ -106,14 +106,16 @@ def _longest(run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
     rounded = {digits << exponent for digits in range(1, 2**BITS) for exponent in exponents}
     values = sorted(value for value in rounded if value <= LONGEST // MULTIPLE)
 
-    def with_value(value: int) -> tuple[RunSpec, Facts]:
-        length = MULTIPLE * value
-        batch = replace(run.batch, max_seq_length=length)
-        return replace(run, batch=batch), facts.with_lengths(SequenceLengths.full(length))
+    fitting = bisect_left(values, True, key=lambda value: not _fits(run, facts, MULTIPLE * value))
+    return _of_length(run, facts, MULTIPLE * values[max(0, fitting - 1)])
 
-    def is_too_long(value: int) -> bool:
-        longer, longest = with_value(value)
-        return not fits(*in_shares(longer, longest.of_training, run.layout.across))
 
-    fitting = bisect_left(values, True, key=is_too_long)
-    return with_value(values[max(0, fitting - 1)])
+def _of_length(run: RunSpec, facts: Facts, length: int) -> tuple[RunSpec, Facts]:
+    """Return the run and the facts with rows of so many tokens."""
+    batch = replace(run.batch, max_seq_length=length)
+    return replace(run, batch=batch), facts.with_lengths(SequenceLengths.full(length))
+
+
+def _fits(run: RunSpec, facts: Facts, length: int) -> bool:
+    longer, known = _of_length(run, facts, length)
+    return fits(*in_shares(longer, known.of_training, run.layout.across))

@@ -22,7 +22,12 @@ from shardmlx.errors import UserError, file_access
 from shardmlx.islands.hub_link import join
 from shardmlx.islands.shared_weights import Sharing
 from shardmlx.loading.peft import start_file
-from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
+from shardmlx.loading.rank_setup import (
+    ModelWorker,
+    OpenedModel,
+    bring_weights,
+    join_groups,
+)
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.facts.workload import only_dtype
@@ -52,8 +57,8 @@ def load_run(
         )
         worker.lock_output(resumption.place)
     link = join(config, job.model, worker.shapes(), reporter)
+    join_groups(crew, job.mesh)
     if job.mesh.tp > 1:
-        crew.all(TrainWorker.join_group, [job.mesh.sharing(rank) for rank in range(crew.size)])
         crew.all(TrainWorker.share_layers)
     if not worker.runs:
         crew.all(ModelWorker.set_limits, job.limits)

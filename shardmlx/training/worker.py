@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import takes_long, together
-from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
@@ -84,7 +83,6 @@ class TrainWorker(ModelWorker):
         self._model: nn.Module | None = None
         self._stored: Mapping[str, mx.array] = {}
         self._loading: _Loading | None = None
-        self._all_sum: Callable[[mx.array], mx.array] | None = None
 
     def build(self, fine_tune: FineTune, seed: int) -> tuple[int, int]:
         """Build the whole model, lazily, whose new weights are those of a ``seed``; return its
@@ -160,16 +158,8 @@ class TrainWorker(ModelWorker):
         rank = self.transport.rank
         mesh = loading.job.mesh
         shares = loading.job.shares
-        assert self._all_sum is not None, "the group was joined"
         for part in loading.parts(rank):
-            take_share(part, self.opened.shape, shares, mesh.share(rank), self._all_sum)
-
-    @together
-    def join_group(self, members: Sequence[Sequence[int]]) -> None:
-        """Join the group of ranks that share layers, with the others: ``members[rank]``."""
-        if self._all_sum is None:
-            mine = members[self.transport.rank]
-            self._all_sum = join_group(self.transport, mine, self.reporter)
+            take_share(part, self.opened.shape, shares, mesh.share(rank), self.all_sum)
 
     @takes_long
     def load(self) -> LoadedWeights:

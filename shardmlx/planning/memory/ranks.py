@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.memory.generation import GenerationSetup, beside_weights
 from shardmlx.planning.memory.stages import StageMemory, held_once, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
 
@@ -69,14 +70,18 @@ def peaks_of_stages(plan: Plan) -> tuple[PeakOfActions, ...]:
 
 
 class PeaksOfLayers:
-    """The peak bytes of a stage alone on its rank, by (stage, start, stop): layers start to stop.
+    """The peak bytes of a stage alone on its rank, by (stage, start, stop): layers start to stop;
+    with what it generates ``beside``, if it does.
 
     A partitioner asks for many. Stages of as many layers of each kind, frozen and trained, take as
     much, and are counted once.
     """
 
-    def __init__(self, draft: Plan, setup: TrainingSetup) -> None:
+    def __init__(
+        self, draft: Plan, setup: TrainingSetup, beside: GenerationSetup | None = None
+    ) -> None:
         self._setup = setup
+        self._beside = beside
         # Every stage has all kinds of actions here; its layers decide which of them it needs.
         self._of_stage = peaks_of_stages(draft.shortest_alike)
         self._upto = list(accumulate(setup.workload.weight_sizes.layers, initial=0.0))
@@ -98,7 +103,8 @@ class PeaksOfLayers:
         if (stage, number) not in self._peaks:
             memory = {stage: self._memory[number]}
             self._peaks[stage, number] = self._of_stage[stage].of(memory, self._setup)
-        return self._peaks[stage, number]
+        peak = self._peaks[stage, number]
+        return peak if self._beside is None else peak + beside_weights(self._beside, start, stop)
 
     def _number(self, start: int, stop: int) -> int:
         """Return the number of all ranges of layers that take as much memory as this one."""

@@ -44,7 +44,7 @@ Work = Callable[[Transport], None]
 
 ELSEWHERE = {
     # MLX has one group a process: tests/mpi/test_tensor_shares.py.
-    *("TrainWorker.join_group", "TrainWorker.share_layers", "InferenceWorker.join_group"),
+    *("ModelWorker.join_group", "TrainWorker.share_layers"),
     # They serve: tests/unit/server.
     *("InferenceWorker.content", "InferenceWorker.prefix_faults", "InferenceWorker.keep_to"),
     *("InferenceWorker.open_prefix_files", "InferenceWorker.has_llguidance"),
