@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.models.sizes.shares import TensorShares
@@ -24,6 +25,9 @@ from shardmlx.planning.memory.generation import (
 from shardmlx.planning.memory.limits import MemoryLimits, PlannedMemory, unwired
 from shardmlx.planning.time.predict import Prediction, planned_memory, predict
 
+if TYPE_CHECKING:
+    from shardmlx.checkpoint.resume import Resumption
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPart:
@@ -37,6 +41,9 @@ class TrainingPart:
     parts: tuple[Workload, ...]
     plan: Plan
     lengths: SequenceLengths
+    resumption: Resumption | None = None
+    """The place of the run's checkpoints, and the one to go on from; None until they are looked
+    for."""
 
     @property
     def mean_length(self) -> int:
@@ -137,6 +144,10 @@ class Job:
         return unwired(
             [each.budget for each in self.limits], [each.planned for each in self.limits]
         )
+
+    def resuming(self, resumption: Resumption) -> Job:
+        """Return the same job, which goes on from a checkpoint if one was found."""
+        return replace(self, training=replace(self.trained, resumption=resumption))
 
     def predict(self, length: int) -> Prediction:
         """Return the prediction of a training step of sequences of ``length`` tokens."""

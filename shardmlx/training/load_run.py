@@ -45,7 +45,6 @@ def load_run(
     job = planned.job
     worker = crew.worker
     tune = job.trained.way.fine_tune
-    crew.all(TrainWorker.cut, config, job)
     identity = _identity(planned, worker)
     resumption = Resumption()
     if tune.train:
@@ -55,7 +54,9 @@ def load_run(
         resumption = prepare_resumption(
             checkpoints, config.checkpoints, config.iters, reporter, identity, owners
         )
-        worker.lock_output(resumption.place)
+    crew.all(TrainWorker.cut, config, job.resuming(resumption))
+    if tune.train:
+        worker.lock_output()
     link = join(config, job.model, worker.shapes(), reporter)
     join_groups(crew, job.mesh)
     if job.mesh.tp > 1:
@@ -65,7 +66,7 @@ def load_run(
         bring_weights(crew, Needs.of(job, worker.opened.shape), reporter)
     sharing = None if link is None else Sharing(link.joined.terms, link.tensors)
     loaded = crew.all(TrainWorker.load)
-    crew.all(TrainWorker.get_ready, resumption, sharing, name, config.metrics_file)
+    crew.all(TrainWorker.get_ready, sharing, name, config.metrics_file)
     worker.runs[-1].lead_with(planned.data, identity, link)
     columns = {
         "weights": [gibibytes(each.nbytes) for each in loaded],

@@ -39,7 +39,6 @@ class TrainingRun:
     model_path: Path
     engine: Engine
     optimizer: Optimizer
-    resumption: Resumption
     sharing: Sharing | None = None
     """The weights that the run shares with others, if it is an island."""
     link: HubLink | None = None
@@ -57,6 +56,11 @@ class TrainingRun:
             lock.release()
         if self.checkpoints is not None:
             self.checkpoints.release()
+
+    @property
+    def resumption(self) -> Resumption:
+        """The place of the run's checkpoints, and the one that it goes on from."""
+        return self.training.resumption or Resumption()
 
     @property
     def training(self) -> TrainingPart:

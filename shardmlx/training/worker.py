@@ -10,7 +10,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from shardmlx.checkpoint.resume import Place, Resumption
 from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
@@ -83,6 +82,7 @@ class TrainWorker(ModelWorker):
         self._model: nn.Module | None = None
         self._stored: Mapping[str, mx.array] = {}
         self._loading: _Loading | None = None
+        self._seen: SeenCheckpoints | None = None
 
     def build(self, fine_tune: FineTune, seed: int) -> tuple[int, int]:
         """Build the whole model, lazily, whose new weights are those of a ``seed``; return its
@@ -109,9 +109,9 @@ class TrainWorker(ModelWorker):
     def cut(self, config: TrainConfig, job: Job) -> None:
         """Cut this rank's stages of a run out of the model that was built."""
         slices = self._cut(job.stage_map.partition.ranges)
-        checkpoints = SeenCheckpoints(self.transport)
-        loading = _Loading(config, job, slices, None, time.monotonic(), checkpoints)
+        loading = _Loading(config, job, slices, None, time.monotonic(), self.checkpoints)
         self._loading = loading
+        self._seen = None
         rank = self.transport.rank
         mesh = job.mesh
         parts = loading.parts(rank)
@@ -125,13 +125,17 @@ class TrainWorker(ModelWorker):
 
     @property
     def checkpoints(self) -> SeenCheckpoints:
-        """The checkpoints that this rank sees of the run that is being loaded."""
-        return self._last().checkpoints
+        """The checkpoints that this rank sees of the run that is to be cut next."""
+        if self._seen is None:
+            self._seen = SeenCheckpoints(self.transport)
+        return self._seen
 
-    def lock_output(self, place: Place | None) -> None:
-        """Make the run's directories, and keep other runs out of them. ``place`` is that of its
-        checkpoints. On rank 0 alone. Raises ``UserError``."""
+    def lock_output(self) -> None:
+        """Make the run's directories, and keep other runs out of them. On rank 0 alone. Raises
+        ``UserError``."""
         loading = self._last()
+        resumption = loading.job.trained.resumption
+        place = None if resumption is None else resumption.place
         another = "name another directory"
         config = loading.config
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
@@ -146,6 +150,8 @@ class TrainWorker(ModelWorker):
     def close(self) -> None:
         """Remove temporary files, and let other runs have all directories of these runs."""
         super().close()
+        if self._seen is not None:
+            self._seen.release()
         if self._loading is not None:
             self._loading.release()
         for worker in self.runs:
@@ -192,7 +198,6 @@ class TrainWorker(ModelWorker):
     @together
     def get_ready(
         self,
-        resumption: Resumption,
         sharing: Sharing | None,
         name: str,
         metrics_file: str | None,
@@ -223,7 +228,6 @@ class TrainWorker(ModelWorker):
             model_path=self.opened.path,
             engine=engine,
             optimizer=build_optimizer(tune, loading.parts(self.transport.rank)),
-            resumption=resumption,
             sharing=sharing,
             name=name,
             output_locks=tuple(loading.output_locks),
