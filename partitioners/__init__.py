@@ -1,24 +1,18 @@
 """Divides layers among pipeline stages: one idea a file.
 
 A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserError``; these, and
-``Partition``, can be imported from here.
+``Partition``, can be imported from here. Other packages bring their own by an entry point
+(``installed``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from shardmlx.partitioners.evenest import balanced, uniform
 from shardmlx.partitioners.hetero import NoOrderFitsError, fastest_order, hetero, step_cost
+from shardmlx.partitioners.installed import PARTITIONERS, PartitionerNames, get_partitioner
 from shardmlx.partitioners.memory import DoesNotFitError, memory
 from shardmlx.partitioners.problem import LayerCosts, Partitioner, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
-
-PARTITIONERS: Mapping[str, Partitioner] = MappingProxyType(
-    {"balanced": balanced, "uniform": uniform, "memory": memory, "hetero": hetero}
-)
-"""Partitioners by name."""
 
 __all__ = [
     "PARTITIONERS",
@@ -27,10 +21,12 @@ __all__ = [
     "NoOrderFitsError",
     "Partition",
     "Partitioner",
+    "PartitionerNames",
     "Problem",
     "StageMap",
     "balanced",
     "fastest_order",
+    "get_partitioner",
     "hetero",
     "memory",
     "step_cost",

@@ -7,7 +7,7 @@ from functools import partial
 
 from shardmlx.common.units import parse_bytes
 from shardmlx.config.options import REQUIRED, option
-from shardmlx.partitioners import PARTITIONERS
+from shardmlx.partitioners import PARTITIONERS, PartitionerNames
 
 AUTO = "auto"
 OFF = "off"
@@ -68,7 +68,8 @@ partitioner = partial(
     option,
     AUTO,
     f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
-    choices=(AUTO, *PARTITIONERS),
+    metavar="{" + ",".join((AUTO, *PARTITIONERS)) + "}",
+    choices=PartitionerNames(AUTO),
 )
 
 memory_limit = partial(

@@ -69,7 +69,7 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    choices: Sequence[str | int] | None = None
+    choices: Collection[str | int] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
     no: str | None = None  # the word that means False, which YAML takes for it
 

@@ -12,7 +12,7 @@ from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
+from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.cluster import Cluster
@@ -136,10 +136,10 @@ def _divided(
     if facts.stage_map is not None:
         return _job(facts, facts.stage_map, part, shares)
     is_open = config.partitioner == AUTO
-    fastest = PARTITIONERS[FASTEST if is_open else config.partitioner](problem)
+    fastest = get_partitioner(FASTEST if is_open else config.partitioner)(problem)
     job = _job(facts, fastest, part, shares)
     if is_open and problem.num_stages > 1 and _overfull(job, facts.allowed):
-        return _job(facts, PARTITIONERS[SMALLEST](problem), part, shares)
+        return _job(facts, get_partitioner(SMALLEST)(problem), part, shares)
     return job
 
 

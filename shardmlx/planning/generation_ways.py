@@ -15,7 +15,7 @@ from shardmlx.errors import UserError
 from shardmlx.models.sizes.layer_shape import LayerShape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
+from shardmlx.partitioners import DoesNotFitError, LayerCosts, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.chips import bandwidth_of, shares_by_bandwidth
 from shardmlx.planning.facts.cluster import Cluster
@@ -104,7 +104,7 @@ def _way(
     way = None
     for name in (FASTEST, SMALLEST):
         with suppress(DoesNotFitError):
-            way = _predicted(setup, shares, cluster, PARTITIONERS[name](problem))
+            way = _predicted(setup, shares, cluster, get_partitioner(name)(problem))
             if way.fits:
                 break
     if way is None:

@@ -20,7 +20,7 @@ from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
 from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.partitioners import PARTITIONERS
+from shardmlx.partitioners import PARTITIONERS, PartitionerNames
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.facts.chips import as_macs, shares_by_bandwidth
 from shardmlx.planning.facts.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
@@ -58,7 +58,8 @@ class InspectOptions(Options):
         None,
         "how --pipeline-stages divides",
         unset=_DEFAULT_PARTITIONER,
-        choices=tuple(PARTITIONERS),
+        metavar="{" + ",".join(PARTITIONERS) + "}",
+        choices=PartitionerNames(),
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
-from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem, fastest_order
+from shardmlx.partitioners import LayerCosts, Problem, fastest_order, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -53,7 +53,7 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     )
     if given is None:
         problem = _problem(plan, workload, facts, length)
-        partitioner = PARTITIONERS[layout.partitioner]
+        partitioner = get_partitioner(layout.partitioner)
         if layout.partitioner == "hetero":
             partitioner = fastest_order  # it may fail in many ways, of which one is shown
         stage_map = partitioner(problem)

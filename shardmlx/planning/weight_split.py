@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
 from shardmlx.models.sizes.shares import WHOLE, TensorShares
-from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.workload import model_sizes, shared
 from shardmlx.planning.layout import costs_by_speed
@@ -104,7 +104,7 @@ def divide(
         capacity=tuple(_usable(each) or math.inf for each in machines),
         hosts=tuple(each.host for each in timed),
     )
-    return PARTITIONERS[partitioner](problem)
+    return get_partitioner(partitioner)(problem)
 
 
 def _usable(machine: Machine) -> int | None:
