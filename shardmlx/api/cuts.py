@@ -43,13 +43,16 @@ def cut(request: ForwardBackward, plan: LoopPlan) -> list[CutRows]:
     most = max(min(plan.tokens, wanted), max(map(_length, rows)))
     order = sorted(range(len(rows)), key=lambda i: (_several(rows[i]), -_length(rows[i]), i))
     groups: list[list[int]] = []
+    size = 0
     for i in order:
-        together = [rows[j] for j in (*groups[-1], i)] if groups else []
-        is_alike = len({*map(_several, together)}) == 1
-        if is_alike and _size(together, pack=plan.pack) <= most:
+        first = rows[groups[-1][0]] if groups else rows[i]  # the longest of its group
+        more = _length(rows[i] if plan.pack else first)
+        if groups and _several(first) == _several(rows[i]) and size + more <= most:
             groups[-1].append(i)
+            size += more
         else:
             groups.append([i])
+            size = _length(rows[i])
     return [CutRows(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
 
 
@@ -73,13 +76,6 @@ def _several(row: LossRow) -> int:
     """Return the number of targets of each position, 0 where targets have no second axis."""
     targets = row.inputs["target_tokens"]
     return 0 if targets.ndim == 1 else targets.shape[1]
-
-
-def _size(rows: Sequence[LossRow], *, pack: bool) -> int:
-    """Return the tokens of a micro-batch of these rows, the longest first."""
-    if pack:
-        return sum(map(_length, rows))
-    return len(rows) * _length(rows[0])
 
 
 def _microbatch(rows: Sequence[LossRow], loss: TokenLoss, plan: LoopPlan) -> MicroBatch:

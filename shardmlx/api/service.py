@@ -89,6 +89,8 @@ class TrainService:
         """The snapshots of samples that are done, or that the client has cancelled."""
         self._last_command = time.monotonic()
         self._seconds_of_training = 0.0
+        self._has_failed = False
+        """True once an error has ended the service: other ranks may not listen."""
 
     # On any thread.
 
@@ -158,6 +160,7 @@ class TrainService:
                 look()
                 self._turn_or_wait()
         except BaseException as error:
+            self._has_failed = True
             self.close(one_line(error))
             raise
         finally:
@@ -169,6 +172,7 @@ class TrainService:
             while not future.done():
                 self._turn_or_wait()
         except BaseException as error:
+            self._has_failed = True
             self.close(one_line(error))
             self._fail_all()
             raise
@@ -180,7 +184,7 @@ class TrainService:
         self.close("the service has ended")
         self._fail_all()
         self._models.close()
-        if self.sampler is not None:
+        if self.sampler is not None and not self._has_failed:
             self.sampler.pause()
 
     def _turn_or_wait(self) -> None:

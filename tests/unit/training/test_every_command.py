@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.api.client import train_client
 from shardmlx.checkpoint.store import Store
 from shardmlx.common.environment import Blas
 from shardmlx.config.doctor import DoctorConfig
@@ -49,6 +50,8 @@ ELSEWHERE = {
     *("InferenceWorker.content", "InferenceWorker.prefix_faults", "InferenceWorker.keep_to"),
     *("InferenceWorker.open_prefix_files", "InferenceWorker.has_llguidance"),
     "InferenceWorker.limit_silence",
+    # After ten minutes without a command.
+    "LoopWorker.keep_alive",
     # A model that drafts by its own head: tests/unit/inference.
     "InferenceWorker.build_head",
     # Models of the hub: tests/unit/loading.
@@ -130,13 +133,33 @@ class Runs:
 
         return work
 
+    def loop(self, directory: Path) -> Work:
+        options: dict[str, Any] = {"model": self._places["model"], "max_train_length": 16}
+        options["state_dir"] = str(directory / "states")
+
+        def work(transport: Transport) -> None:
+            with train_client(transport, quiet=True, **options) as client:
+                if client is None:
+                    return
+                model = client.create_model(rank=2)
+                model.forward_backward([{"tokens": [1, 2, 3], "target_tokens": [2, 3, 4]}])
+                model.optim_step().result()
+                model.save("a")
+                model.load("a", with_optimizer=False)
+                snapshot = model.snapshot()
+                client.sample([1, 2], snapshot, max_tokens=2, prompt_logprobs=True).result()
+                client.drop_snapshot(snapshot)
+                model.unload()
+
+        return work
+
     def by_name(self) -> dict[str, Callable[[Path], Work]]:
         """Return all runs, the shortest first."""
         return {
             each.__name__: each
             for each in (
                 *(self.generate, self.evaluate, self.load, self.prefer, self.train, self.join),
-                self.examine,
+                *(self.examine, self.loop),
             )
         }
 
@@ -192,7 +215,7 @@ def test_all_commands_are_given_in_these_runs(reached: Mapping[str, str]) -> Non
 REFUSAL = UserError("the disk is full", "free some of it")
 FAULT = RuntimeError("Insufficient Memory")
 
-LED = {"InferenceWorker.follow"}
+LED = {"InferenceWorker.follow", "SamplingWorker.follow"}
 """Commands that rank 0 leads by other messages, and does not carry out itself."""
 
 
