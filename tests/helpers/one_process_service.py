@@ -50,7 +50,6 @@ VOCABULARY = 128
 END = 3
 """The token that ends a text."""
 
-MOST_MODELS = 100
 MOST_SNAPSHOTS = 3
 
 Tree = dict[str, Any]
@@ -129,6 +128,7 @@ class OneProcessService:
 
     directory: Path
     most_tokens: int = 256
+    most_models: int = 100
     holds: threading.Event = field(default_factory=threading.Event)
     """Requests are carried out while it is set."""
     submitted: list[Future[Any]] = field(default_factory=list)
@@ -200,8 +200,8 @@ class OneProcessService:
         return self._models[name]
 
     def _create(self, request: CreateModel) -> str:
-        if len(self._models) == MOST_MODELS:
-            raise NoRoom(f"there are {MOST_MODELS} models", "unload one")
+        if len(self._models) >= self.most_models:
+            raise NoRoom(f"there are {self.most_models} models", "unload one")
         if request.state is not None:
             adapter = self._read(request.state, request.with_optimizer)
         else:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +19,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from tinker import types
 
-from shardmlx.api.requests import DropSnapshot, NoRoom, Request, Service, TakeSnapshot, UnloadModel
+from shardmlx.api.requests import (
+    CreateModel,
+    DropSnapshot,
+    NoRoom,
+    Request,
+    Service,
+    TakeSnapshot,
+    UnloadModel,
+)
 from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
 from shardmlx.server.body_reader import BodyReader
@@ -41,6 +50,12 @@ MOST_OPEN = 4096
 
 SECONDS_BETWEEN_LOOKS = 10.0
 """Seconds between two searches for sessions that are silent."""
+
+SECONDS_OF_HEARTBEAT = 12.0
+"""Seconds within which a client that lives is heard: the SDK sends a heartbeat every ten."""
+
+SECONDS_TO_MAKE_ROOM = 3 * SECONDS_OF_HEARTBEAT
+"""Seconds of silence after which a client's models make room for those of another one."""
 
 ATTEMPTS_PER_SNAPSHOT = 20
 SECONDS_BETWEEN_ATTEMPTS = 0.05
@@ -159,6 +174,24 @@ class Desk:
                 return await self.take(request)
             submitted = self.submit(request)
         return await submitted
+
+    async def create(self, request: CreateModel, session: str) -> None:
+        """Make a model, in the place of those of a client that is lost if need be: a program that
+        ends need not say so. Raises ``NoRoom``."""
+        began = time.monotonic()
+        while True:
+            try:
+                await self.submit(request)
+                return
+            except NoRoom:
+                silent = self.registry.most_silent(session)
+                seconds = 0.0 if silent is None else time.monotonic() - silent.heard
+                if silent is not None and seconds > SECONDS_TO_MAKE_ROOM:
+                    self.reporter.say(f"Session {silent.name} makes room: its client is silent")
+                    self.end_session(silent)
+                elif seconds < SECONDS_OF_HEARTBEAT < time.monotonic() - began:
+                    raise  # all clients live
+                await asyncio.sleep(SECONDS_BETWEEN_ATTEMPTS)
 
     # Snapshots.
 

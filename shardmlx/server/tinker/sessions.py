@@ -175,6 +175,13 @@ class Registry:
         long_ago = time.monotonic() - SECONDS_OF_SILENCE
         return [each for each in self.sessions.values() if each.heard < long_ago]
 
+    def most_silent(self, spared: str) -> Session | None:
+        """Return the session with models that was not heard for longest, but for the ``spared``
+        one; None if there is none."""
+        owners = {each.session for each in self.models.values()} - {spared}
+        found = [each for each in self.sessions.values() if each.name in owners]
+        return min(found, key=lambda each: each.heard, default=None)
+
     def end(self, session: Session) -> tuple[list[Model], list[SamplingSession]]:
         """Forget a session; return its models and samplers, which are forgotten too."""
         del self.sessions[session.name]

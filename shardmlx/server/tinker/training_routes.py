@@ -116,7 +116,7 @@ class TrainingRoutes:
         return future_response(promise, model=name)
 
     async def _make(self, model: Model, request: CreateModel) -> Model:
-        await self._desk.submit(request)
+        await self._desk.create(request, model.session)
         if model.session not in self._desk.registry.sessions:  # it has ended meanwhile
             await self._desk.submit(UnloadModel(model.name))
             raise UserError(f"the session {model.session} is over", "begin another one")
