@@ -1,6 +1,7 @@
 """``python -m scripts.bench.sum_ranks WAY NBYTES BUCKETS ROUNDS``: sums over hosts, a rank on each.
 
-WAY is ``mpi``, for ours and MPI's Iallreduce in place by turns, under mpirun; or ``ring``, MLX's,
+WAY is ``mpi``, for ours and MPI's Iallreduce in place by turns, under mpirun, and if there are two
+ranks on each host, for ours in two levels; or ``ring``, MLX's,
 or ``gloo``, torch's, each a process that is started for a rank. Rank 0 prints, as JSON, for each
 way and round the seconds until all buckets are summed, on the slowest rank, and the most bytes that
 a rank sent meanwhile, as its network interface counts them.
@@ -41,6 +42,7 @@ def by_both(transport: Any, size: int, buckets: int, rounds: int) -> Any:
     import numpy as np
     from mpi4py import MPI  # set up by connect
 
+    from shardmlx.distributed.host_sums import HostSums, levels_of
     from shardmlx.distributed.messages import buffer_of, new_buffer
     from shardmlx.distributed.sums import Sums
     from shardmlx.engine.buffers import SUM_BUFFER_BYTES
@@ -61,6 +63,15 @@ def by_both(transport: Any, size: int, buckets: int, rounds: int) -> Any:
         MPI.Request.Waitall(requests)
 
     ways = {"ours": ours, "Iallreduce": theirs}
+    levels = levels_of(transport.rank, world, transport.hosts)
+    if levels is not None:
+        by_host = HostSums(sums, transport.rank, levels)
+
+        def in_levels() -> None:
+            for exchange in [by_host.all_reduce(array) for array in arrays]:
+                sums.wait(exchange, lambda: "summing")
+
+        ways["ours by host"] = in_levels
     results: dict[str, list[Any]] = {way: [] for way in ways}
     for turn in range(rounds + 1):
         for way, work in ways.items():

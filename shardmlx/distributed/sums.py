@@ -69,6 +69,11 @@ class Sums:
         self._awaited: int | None = None
         self._moved = 0
 
+    @property
+    def has_failed(self) -> bool:
+        """True once an exchange has failed: nothing moves any more, and the next wait says why."""
+        return self._error is not None
+
     def all_reduce(
         self, array: mx.array, group: Sequence[int], errors: mx.array | None = None
     ) -> Exchange:
@@ -81,7 +86,7 @@ class Sums:
         bounds = equal_parts(array.size, len(group))
         parts = _parts([array], [bounds])
         kept = _parts([] if errors is None else [errors], [bounds])
-        return self._start(Exchange(tuple(group), parts, kept, True, True, self.wire))
+        return self.start(Exchange(tuple(group), parts, kept, True, True, self.wire))
 
     def reduce_scatter(
         self,
@@ -97,7 +102,7 @@ class Sums:
         """
         parts = _parts(arrays, bounds)
         kept = _parts(errors, bounds)
-        return self._start(Exchange(tuple(group), parts, kept, True, False, self.wire))
+        return self.start(Exchange(tuple(group), parts, kept, True, False, self.wire))
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -105,7 +110,7 @@ class Sums:
         Arrays of the others are received into their buffers. All ranks of the group must call it.
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
-        return self._start(Exchange(tuple(group), parts, (), False, True, FLOAT32))
+        return self.start(Exchange(tuple(group), parts, (), False, True, FLOAT32))
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
         """Wait for an exchange; ``what`` names the wait.
@@ -133,7 +138,8 @@ class Sums:
                     )
             transport.activity.check(whom, self._error)
 
-    def _start(self, exchange: Exchange) -> Exchange:
+    def start(self, exchange: Exchange) -> Exchange:
+        """Begin an exchange; return it. All members must, in the same order as others."""
         members = len(exchange.group)
         pace = pace_of(exchange.group, self._transport.hosts)
         room = self._room_of_chunk(members, pace.nbytes) if exchange.scatters else pace.nbytes

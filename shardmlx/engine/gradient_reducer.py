@@ -24,6 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.exchanges import Exchange
+from shardmlx.distributed.host_sums import HostSums, levels_of
 from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
@@ -61,6 +62,10 @@ class GradientReducer:
         self._share = share = plan.mesh.share(transport.rank)
         self._replicas = plan.mesh.replicas_of(pipeline_rank, share)
         self._replica = replica
+        levels = levels_of(transport.rank, self._replicas, transport.hosts)
+        self._by_host: HostSums | None = None
+        if levels is not None and not shards.divides and not sums.wire.is_shorter:
+            self._by_host = HostSums(sums, transport.rank, levels)
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
         self._holders = tuple(
             sorted(rank for end in ends for rank in plan.mesh.replicas_of(end, share))
@@ -105,7 +110,10 @@ class GradientReducer:
             owned[self._shards.owner(name)] += size
         bucket = _Bucket(stage, sizes, [0, *accumulate(owned)], total, errors)
         if not self._shards.divides:
-            started = self._sums.all_reduce(total, self._replicas, errors)
+            if self._by_host is not None:
+                started = self._by_host.all_reduce(total)
+            else:
+                started = self._sums.all_reduce(total, self._replicas, errors)
             self._started.append((started, [bucket]))
             return
         self._held.append(bucket)

@@ -50,6 +50,10 @@ def test_two_replicas_of_two_stages_over_a_slow_link(
         layout = ("--pipeline-stages", "2", "--iters", "3")
         mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *layout)).well()
         check_losses(lab.home("mac1"), expected, 3)
+        # Four replicas, two a host: sums go through two levels.
+        four = ("--pipeline-stages", "1", "--iters", "3", "--adapter-path", "four")
+        mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *four)).well()
+        check_losses(lab.home("mac1"), expected, 3)
         assert (lab.home("mac1") / "adapters" / "adapters.safetensors").exists()
         # But for what transformers has looked up, nothing is left there.
         left = [path for path in lab.home("mac2").rglob("*") if not path.is_dir()]

@@ -139,12 +139,16 @@ class Messages:
                 ways = 1
             seconds = numbers * ROUNDING_SECONDS.get(tune.sum_dtype, 0.0)
             rounding = ways * seconds * (mesh.dp - 1) / mesh.dp
-            times.append(self._exchange_seconds(rank, there + back) + rounding)
+            by_host = not tune.divides_optimizer and tune.sum_dtype == "float32"
+            times.append(self._exchange_seconds(rank, there + back, by_host=by_host) + rounding)
         return max(times)
 
-    def _exchange_seconds(self, rank: int, nbytes: float, largest: float = 0.0) -> float:
+    def _exchange_seconds(
+        self, rank: int, nbytes: float, largest: float = 0.0, *, by_host: bool = False
+    ) -> float:
         """Return the seconds in which each replica of a pipeline rank sends the others its part of
-        these bytes, or receives theirs; ``largest`` is the largest owner's part."""
+        these bytes, or receives theirs; ``largest`` is the largest owner's part. Where each host
+        has equally many, they are added up there first, ``by_host``."""
         group = self.plan.mesh.replicas_of(rank)
         slowest_link = max(
             self.cluster.link_seconds(a, b, nbytes)
@@ -154,4 +158,6 @@ class Messages:
         on_hosts = Counter(self.cluster.machines[each].host for each in group).values()
         # The largest part of an array that a host of the group sends to the others.
         part = max(count * (members - count) / members for count in on_hosts)
+        if by_host and len({*on_hosts}) == 1:
+            part = (len(on_hosts) - 1) / len(on_hosts)
         return part * max(members * largest, 1.0) * slowest_link
