@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.body_reader import BodyReader
 from shardmlx.server.chat_request import ApiRequest, ServedModel
@@ -30,6 +31,7 @@ from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import RequestQueue
 from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
+from shardmlx.server.tokenizing import detokenized, tokenized
 
 _T = TypeVar("_T")
 Read = Callable[[bytes, ServedModel], _T]
@@ -42,6 +44,14 @@ GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
     "/v1/messages": (read_message, MessageReply),
 }
 """Paths of all APIs, each with the reader of a request and the form of its reply."""
+
+
+ANSWERED: Mapping[str, Read[Json]] = {
+    "/v1/messages/count_tokens": counted,
+    "/tokenize": tokenized,
+    "/detokenize": detokenized,
+}
+"""Paths to which nothing is generated."""
 
 
 def make_app(
@@ -101,7 +111,7 @@ class Api:
         """The paths that are answered: the page, the APIs, health and metrics."""
         answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
-            "/v1/messages/count_tokens": self._count,
+            **{path: partial(self._answer, answer) for path, answer in ANSWERED.items()},
         }
         return [
             Route("/", self._page),
@@ -116,8 +126,8 @@ class Api:
     async def _page(self, request: Request) -> Response:
         return await self._page_files.get_response("chat.html", request.scope)
 
-    async def _count(self, request: Request) -> Response:
-        return JSONResponse(await self._read(request, counted))
+    async def _answer(self, answer: Read[Json], request: Request) -> Response:
+        return JSONResponse(await self._read(request, answer))
 
     async def _read(self, request: Request, read: Read[_T]) -> _T:
         """Return what ``read`` makes of the body, on a thread of its own."""

@@ -145,14 +145,18 @@ class ChatBody(RequestBody, AskedChat):
 
 def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/chat/completions. Raises ``ApiError``."""
-    chat = read_body(ChatBody, body, served.names)
+    return chat_request(read_body(ChatBody, body, served.names)).read(served)
+
+
+def chat_request(chat: ChatBody) -> ChatRequest:
+    """Return what a body asks for, in the form of all APIs. Raises ``ApiError``."""
     if chat.top_logprobs and not chat.logprobs:
         raise refused("top_logprobs is for requests with logprobs: true", "top_logprobs")
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     history = History()
     for number, message in enumerate(chat.messages):
         message.add_to(history, f"messages.{number}")
-    request = ChatRequest(
+    return ChatRequest(
         options=chat.options("messages", logprobs),
         messages=history.messages,
         tools=[each.for_template for each in chat.tools],
@@ -162,7 +166,6 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
         goes_on=chat.goes_on,
         structure=chat.structure(),
     )
-    return request.read(served)
 
 
 def _is_integer(value: object) -> bool:

@@ -112,10 +112,15 @@ class SamplingBody(Body):
         return {**given, "logit_bias": tuple(sorted(self.logit_bias.items()))}
 
 
-class AskedBody(SamplingBody):
-    """The fields that requests of all APIs have in common."""
+class ModelBody(Body):
+    """A body that may name the model."""
 
     model: str | None = None
+
+
+class AskedBody(SamplingBody, ModelBody):
+    """The fields that requests of all APIs have in common."""
+
     stream: bool | None = None
 
     passes = IGNORED
@@ -143,7 +148,7 @@ KIND = re.compile(r"str|(list|dict|json)\[.*|\[key\]")
 """A step in pydantic's path to a fault that is no field, but a type that a field may have, or that
 a key is at fault."""
 
-_AnyBody = TypeVar("_AnyBody", bound=AskedBody)
+_AnyBody = TypeVar("_AnyBody", bound=ModelBody)
 _T = TypeVar("_T")
 
 
