@@ -27,9 +27,6 @@ TARGETS = "target_tokens"
 LONGEST_NAME = 500
 """Characters of a state's name."""
 
-MOST_TARGETS = 2**28
-"""Targets of a micro-batch, which ranks hold with 4 bytes for each of some numbers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checker:

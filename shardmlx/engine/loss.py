@@ -108,39 +108,48 @@ class Head:
 
     def result(self, given: HeadInput) -> mx.array:
         """Compute the result, in float32."""
-        losses = []
-        for piece, how in self._pieces(given, self._first_factors(given)):
-            of_piece, _ = losses_and_slopes(
-                self._logits(piece.states, **how), piece.targets, piece.factors
-            )
-            mx.eval(of_piece)
-            losses.append(of_piece)
+        losses = [
+            self._losses(piece, how)
+            for _, piece, how in self._pieces(given, self._first_factors(given))
+        ]
         return self._result(losses, given.microbatch)
 
     def result_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array, HeadInput]:
         """Compute the result, the gradient of the batch's loss for the states, and the input of
         ``add_gradients``."""
+        order, steep = _order(given.microbatch)
         losses = []
-        gradients = []
+        rows, length, width = given.states.shape
+        gradients = [mx.zeros((0, width), given.states.dtype)]
         factors = self._first_factors(given)
         weights = self._weights
-        for piece, how in self._pieces(given, factors):
+        for start, piece, how in self._pieces(given, factors):
+            if start >= steep:
+                losses.append(self._losses(piece, how))
+                continue
             of_piece, gradient = self._loss_of(piece, weights, **how)
             mx.eval(of_piece, gradient)
             losses.append(of_piece)
             gradients.append(gradient)
         result = self._result(losses, given.microbatch)
-        rows, length, width = given.states.shape
-        numbers = _numbers(given.microbatch)
-        counted = mx.concatenate(gradients)[: len(numbers)]
+        counted = mx.concatenate(gradients)[: len(order)]
+        order = order[: len(counted)]
         later = self._later_factors(result, given)
         if later is not None:
             factors = later
             # In float32: float16 has no room for the scale of the loss alone.
-            counted = (counted * mx.array(later)[:, None]).astype(counted.dtype)
+            counted = (counted * mx.array(later[order])[:, None]).astype(counted.dtype)
+        numbers = _numbers(given.microbatch)[order]
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
         gradient = whole.add(counted).reshape(rows, length, width)
         return result, gradient, replace(given, factors=factors)
+
+    def _losses(self, piece: _Chunk, how: Mapping[str, Any]) -> mx.array:
+        """Compute the losses of a piece alone."""
+        logits = self._logits(piece.states, **how)
+        losses, _ = losses_and_slopes(logits, piece.targets, piece.factors)
+        mx.eval(losses)
+        return losses
 
     def _first_factors(self, given: HeadInput) -> np.ndarray:
         """Return the factors of the counted targets as far as they are known before their losses:
@@ -174,7 +183,9 @@ class Head:
     def _result(self, losses: list[mx.array], microbatch: MicroBatch) -> mx.array:
         """Return the result of the losses of all pieces: of the counted targets, and padding."""
         if microbatch.terms is not None:
-            return -mx.concatenate(losses)[: len(microbatch.terms.targets)]
+            order, _ = _order(microbatch)
+            places = mx.array(np.argsort(order))
+            return -mx.concatenate(losses)[places]
         counted = _is_counted(microbatch)
         answers = _answers(microbatch)
         sums = mx.array(0.0)
@@ -196,9 +207,12 @@ class Head:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
         if not self.names:
             return
+        _, steep = _order(given.microbatch)
         factors = self._first_factors(given) if given.factors is None else given.factors
         weights = self._weights
-        for piece, how in self._pieces(given, factors):
+        for start, piece, how in self._pieces(given, factors):
+            if start >= steep and self.names[0] in sums:
+                break
             gradients = self._gradients_of(piece, weights, **how)
             for name in reversed(self.names):
                 gradient = gradients.pop()
@@ -212,15 +226,17 @@ class Head:
 
     def _pieces(
         self, given: HeadInput, factors: np.ndarray
-    ) -> Iterator[tuple[_Chunk, dict[str, Any]]]:
-        """Yield the counted positions in pieces, with the ``factors`` of their targets, each with
-        the arguments of its dropout."""
+    ) -> Iterator[tuple[int, _Chunk, dict[str, Any]]]:
+        """Yield the counted positions in pieces, in their ``_order``, with the ``factors`` of their
+        targets: each with the number of its first position, and the arguments of its dropout."""
         microbatch = given.microbatch
-        numbers = _numbers(microbatch)
+        order, _ = _order(microbatch)
+        numbers = _numbers(microbatch)[order]
+        factors = factors[order]
         if microbatch.terms is None:
             targets = microbatch.targets.reshape(-1)[numbers]
         else:
-            targets = microbatch.terms.targets
+            targets = microbatch.terms.targets[order]
         if padding := -len(numbers) % self._multiple_of:
             numbers = np.pad(numbers, (0, padding))
             targets = np.pad(targets, ((0, padding), *[(0, 0)] * (targets.ndim - 1)))
@@ -232,7 +248,7 @@ class Head:
             piece = _Chunk(
                 states[mx.array(numbers[mine])], mx.array(targets[mine]), mx.array(factors[mine])
             )
-            yield piece, self._how(given, numbers[mine])
+            yield start, piece, self._how(given, numbers[mine])
 
     def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
         if not self._part.drops:
@@ -278,6 +294,18 @@ def _numbers(microbatch: MicroBatch) -> np.ndarray:
     """Return the numbers of the positions that count in the flattened (rows, T); at least one."""
     numbers = np.flatnonzero(microbatch.counts).astype(np.int32)
     return numbers if len(numbers) else np.zeros(1, np.int32)
+
+
+def _order(microbatch: MicroBatch) -> tuple[np.ndarray, int]:
+    """Return the order in which these positions are computed, and how many of them, the first, may
+    have a gradient: all, or with a loss of tokens those of which nothing shows that they have
+    none."""
+    terms = microbatch.terms
+    if terms is None:
+        count = len(_numbers(microbatch))
+        return np.arange(count), count
+    is_flat = terms.loss.flat(terms)
+    return np.argsort(is_flat, kind="stable"), int((~is_flat).sum())
 
 
 def _is_counted(microbatch: MicroBatch) -> np.ndarray:

@@ -194,6 +194,14 @@ class TokenLoss:
         """Return the slopes, of the targets' shape, if no log-probability changes them."""
         return -terms.inputs["weights"] if self.name == "cross_entropy" else None
 
+    def flat(self, terms: TokenTerms) -> np.ndarray:
+        """Return which of the n positions have a slope of 0 for any log-probabilities, as those of
+        a prompt."""
+        name = "weights" if self.facts.several_targets else "advantages"
+        is_zero = (terms.inputs[name] == 0).reshape(len(terms.targets), -1)
+        is_flat: np.ndarray = is_zero.all(axis=1) & (self.name != "dro")
+        return is_flat
+
     def slopes(self, logps: np.ndarray, terms: TokenTerms) -> np.ndarray:
         """Return the gradient of the loss for log-probabilities (n,), as float32 (n,)."""
         found = self.facts.slopes(logps.astype(np.float64), terms, self.settings)

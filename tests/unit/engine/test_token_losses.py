@@ -14,8 +14,10 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.loss import Head, HeadInput
 from shardmlx.engine.token_losses import LOSSES, TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.slice import Slice
 from testbed.tiny_models import VOCABULARY
 from tests.helpers.models_and_batches import through_stages, tiny_model, with_adapters
 
@@ -42,11 +44,13 @@ def inputs_of(case: str, logps: np.ndarray) -> dict[str, np.ndarray]:
     """Inputs of a loss whose ratios of probabilities lie around 1, for log-probabilities now."""
     random = np.random.RandomState(7)
     if case == "cross_entropy":
-        return {"weights": random.uniform(-1, 2, COUNT).astype(np.float32)}
+        weights = random.uniform(-1, 2, COUNT).astype(np.float32)
+        return {"weights": weights * (random.uniform(size=COUNT) < 0.6)}
     inputs = {
         "logprobs": (logps + random.normal(0, 0.3, COUNT)).astype(np.float32),
         "advantages": random.normal(0, 1, COUNT).astype(np.float32),
     }
+    inputs["advantages"] *= random.uniform(size=COUNT) < 0.8
     if case.startswith("gspo"):
         inputs["sequence_ratio_mask"] = (random.uniform(size=COUNT) < 0.6).astype(np.float32)
     if case.endswith("by token"):
@@ -142,7 +146,7 @@ def test_values_and_slopes_are_those_of_the_formulas(case: str) -> None:
     with mx.stream(mx.cpu):
         value, slopes = mx.value_and_grad(lambda each: formula(case, each, inputs))(mx.array(logps))
     assert loss.value(logps, terms) == pytest.approx(value.item(), rel=2e-6)
-    np.testing.assert_allclose(loss.slopes(logps, terms), np.array(slopes), rtol=2e-6, atol=1e-7)
+    np.testing.assert_allclose(loss.slopes(logps, terms), np.array(slopes), rtol=2e-6, atol=1e-6)
 
 
 def test_every_case_clips_some_tokens_and_not_others() -> None:
@@ -208,6 +212,33 @@ def test_soft_targets_of_the_whole_vocabulary_are_the_full_divergence(several: i
     for name, gradient in tree_flatten(expected):
         scale = float(np.abs(np.array(gradient)).max())
         np.testing.assert_allclose(gradients[name], np.array(gradient), atol=1e-5 * scale + 1e-7)
+
+
+def test_positions_without_a_slope_have_no_gradient_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of prompts, whose weights are 0: their log-probabilities come all the same."""
+    targets = np.random.RandomState(5).randint(0, VOCABULARY, COUNT)
+    weights = np.where(np.arange(COUNT) % 3 == 0, 1.0, 0.0).astype(np.float32)
+    batch = rows(targets, TokenLoss("cross_entropy"), {"weights": weights}, is_packed=False)
+    part = Slice(model_of(adapted_head=True), 0, 4)
+    head = Head(part, Savings(loss_chunk=1), compiled=False)
+    given = HeadInput(mx.random.normal((*batch.shape, part.hidden_size)), batch)
+    count = 0
+
+    def gradients(*given: Any, **how: Any) -> Any:
+        nonlocal count
+        count += 1
+        return head._loss_graph(*given, **how)
+
+    monkeypatch.setattr(head, "_loss_of", gradients)
+    result, gradient, given = head.result_and_gradient(given)
+    assert count == weights.sum()
+    np.testing.assert_array_equal(np.array(result), np.array(head.result(given)))
+    is_zero = (np.array(gradient) == 0).all(axis=-1)
+    mask = np.zeros(batch.shape, bool)
+    mask[batch.counts] = weights > 0
+    np.testing.assert_array_equal(is_zero, ~mask)
 
 
 def test_the_losses_are_tinkers() -> None:
