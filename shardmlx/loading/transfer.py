@@ -64,13 +64,9 @@ def bring(crew: Crew[LocalFiles], needs: Needs, reporter: Reporter, what: str) -
         return
     started = time.monotonic()
     tensors = placed_tensors(plan, needs.shape, needs.shares)
-
-    def nbytes_of(names: set[str]) -> int:
-        return sum(tensors[name].nbytes for name in names)
-
     wanted = wanted_of_keepers(plan, needs.tensors(plan))
     compared = crew.all(LocalFiles.compare, wanted, needs.shape, needs.shares)
-    kept = [nbytes_of(present) for present, _ in compared]
+    kept = [sum(tensors[name].nbytes for name in present) for present, _ in compared]
     downloaded = crew.all(LocalFiles.download_missing, what)
     present: dict[int, set[str]] = {}
     missing: dict[int, set[str]] = {}

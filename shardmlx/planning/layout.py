@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
@@ -85,22 +86,23 @@ def _problem(draft: Plan, workload: Workload, facts: PlanFacts, length: int) -> 
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
-
-    def transfer(a: int, b: int) -> float:
-        if cluster.unit == "FLOPs":
-            return 0.0
-        return cluster.link_seconds(a, b, setup.message) + cluster.latency(a, b)
-
     return Problem(
         placement=draft.stage_map.placement,
         costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
         peak=None if all(map(math.isinf, capacity)) else PeaksOfLayers(draft, setup, facts.beside),
         capacity=capacity,
-        transfer=between_ranks(mesh, transfer),
+        transfer=between_ranks(mesh, partial(_transfer, cluster, setup.message)),
         microbatches=draft.microbatches,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
+
+
+def _transfer(cluster: Cluster, nbytes: int, a: int, b: int) -> float:
+    """Return the seconds of a message from rank ``a`` to ``b``; 0 where speeds are unknown."""
+    if cluster.unit == "FLOPs":
+        return 0.0
+    return cluster.link_seconds(a, b, nbytes) + cluster.latency(a, b)
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:

@@ -44,16 +44,16 @@ def rows_of_ranks(plan: Plan, batch: Batch) -> list[Rows]:
 def share_of(plan: Plan, rank: int, rows: Rows, *, shares_prompts: bool = False) -> Share:
     """Return the micro-batches of a rank's rows. If it ``shares_prompts``, they are packed with the
     prompt of a pair once, in half as many micro-batches."""
-
-    def divided(part: MicroBatch) -> list[MicroBatch]:
-        if not (plan.pack or shares_prompts):
-            return split(part, 1, 0, plan.micro_batch_rows)
-        count = plan.microbatches_of(plan.mesh.coordinates(rank)[0])
-        count = -(-count // 2) if shares_prompts else count
-        return pack(part, count, plan.together, shares_prompts=shares_prompts)
-
-    microbatches, *swapped = map(divided, rows.parts)
+    microbatches, *swapped = (_divided(plan, rank, part, shares_prompts) for part in rows.parts)
     count = rows.valid_tokens
     if rows.parts[0].known is not None:
         count = sum(plan.shares) // plan.together
     return Share(microbatches, rows.valid_tokens, count, *swapped)
+
+
+def _divided(plan: Plan, rank: int, part: MicroBatch, shares_prompts: bool) -> list[MicroBatch]:
+    if not (plan.pack or shares_prompts):
+        return split(part, 1, 0, plan.micro_batch_rows)
+    count = plan.microbatches_of(plan.mesh.coordinates(rank)[0])
+    count = -(-count // 2) if shares_prompts else count
+    return pack(part, count, plan.together, shares_prompts=shares_prompts)

@@ -72,6 +72,14 @@ class Cluster:
             return Speed(1.0)
         return Speed(machine.flops * self.efficiency)
 
+    def with_sums(self, alone: ModelSeconds, rank: int, hidden: int) -> ModelSeconds:
+        """Return the times of a rank that sums ``hidden`` bytes with its group, if it has one and
+        times are known."""
+        ring = self.machines[rank].ring
+        if ring is None or self.unit == "FLOPs":
+            return alone
+        return alone.with_sums(ring.sum_seconds(hidden))
+
     def setup(self, workload: Workload, rows: int, length: int, dp: int) -> TrainingSetup:
         """Return what decides the memory of ``rows`` x ``length``, with measurements if any."""
         rows, length = workload.micro_batch(rows, length)
@@ -149,16 +157,12 @@ def pipeline_seconds(
     clocks = [cluster.clock(rank, workload) for rank in range(mesh.size)]
     seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
     hidden = rows * length * workload.shape.hidden_size * workload.dtype_bytes
-
-    def of_rank(rank: int) -> ModelSeconds:
-        ring = cluster.machines[rank].ring
-        alone = seconds[clocks[rank]]
-        known = ring is not None and cluster.unit == "seconds"
-        return alone.with_sums(ring.sum_seconds(hidden)) if ring and known else alone
-
+    of_ranks = [
+        cluster.with_sums(seconds[clock], rank, hidden) for rank, clock in enumerate(clocks)
+    ]
     return [
         max(
-            map(of_rank, _counted(mesh, rank, replica)),
+            (of_ranks[each] for each in _counted(mesh, rank, replica)),
             key=lambda times: times.stage(0, len(times.layers)).microbatch,
         )
         for rank in range(mesh.pp)

@@ -107,16 +107,17 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 def as_groups(machines: Sequence[Machine], size: int) -> tuple[Machine, ...]:
     """Return a machine for each group of ``size`` ranks, with what all of them have together."""
-
-    def together(group: Sequence[Machine], name: str) -> Any:
-        values = [getattr(each, name) for each in group]
-        return None if None in values else sum(values)
-
     names = ("memory", "wired", "flops")
     groups = [machines[first : first + size] for first in range(0, len(machines), size)]
     return tuple(
-        replace(group[0], **{name: together(group, name) for name in names}) for group in groups
+        replace(group[0], **{name: _together(group, name) for name in names}) for group in groups
     )
+
+
+def _together(group: Sequence[Machine], name: str) -> Any:
+    """Return the sum of a number of machines; None if one of them does not know it."""
+    values = [getattr(each, name) for each in group]
+    return None if None in values else sum(values)
 
 
 _COMMENT = re.compile("#|//")

@@ -287,12 +287,16 @@ def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float, flo
     modules = max(1, len(mlp.linears) + len(mlp.norms) + adapters)
     at_once = before + after
     in_turn = max(before, after - freed)
-
-    def backward(modules: int) -> float:
-        ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / modules)
-        return ahead * at_once + (1 - ahead) * in_turn
-
-    return forward + forward_mixer, backward(modules), backward(modules + adapters)
+    # Shares of the layer whose arrays pass at once: less, the more modules it has.
+    for_input, for_weights = (
+        0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / count)
+        for count in (modules, modules + adapters)
+    )
+    return (
+        forward + forward_mixer,
+        for_input * at_once + (1 - for_input) * in_turn,
+        for_weights * at_once + (1 - for_weights) * in_turn,
+    )
 
 
 def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:

@@ -96,15 +96,9 @@ class Messages:
         """Return the times of a stage, with gathers of divided weights and sends of gradients."""
         dp = self.plan.mesh.dp
         seconds = partial(self._exchange_seconds, rank)
+        handling = partial(self._handling_seconds, rank)
         if dp == 1 or not self.workload.fine_tune.divides_weights:
             return stage
-
-        def handling(nbytes: float) -> float:
-            if not seconds(nbytes):
-                return 0.0  # within a host
-            sent_and_received = 2 * nbytes * (dp - 1) / dp
-            return sent_and_received * HANDLING_SECONDS[self.cluster.backend]
-
         moved = self.gathers(*ends)
         setup = TrainingSetup(workload=self.workload, rows=1, length=1, dp=dp)
         largest = divided(setup, *ends, ()).part
@@ -142,6 +136,14 @@ class Messages:
             by_host = not tune.divides_optimizer and tune.sum_dtype == "float32"
             times.append(self._exchange_seconds(rank, there + back, by_host=by_host) + rounding)
         return max(times)
+
+    def _handling_seconds(self, rank: int, nbytes: float) -> float:
+        """Return the seconds in which a rank handles gathers of so many bytes."""
+        if not self._exchange_seconds(rank, nbytes):
+            return 0.0  # within a host
+        dp = self.plan.mesh.dp
+        sent_and_received = 2 * nbytes * (dp - 1) / dp
+        return sent_and_received * HANDLING_SECONDS[self.cluster.backend]
 
     def _exchange_seconds(
         self, rank: int, nbytes: float, largest: float = 0.0, *, by_host: bool = False
