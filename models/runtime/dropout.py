@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from shardmlx.compat import keep_probability
@@ -28,9 +29,10 @@ class KeyedDropout(nn.Module):
         self._keep = keep
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
-    def set_key(self, row: int, position: int, places: PackedPositions | None = None) -> None:
-        """Draw the next mask from these numbers, each with a row's and a position's added."""
-        self._starts = (row, position)
+    def set_starts(self, starts: mx.array, places: PackedPositions | None = None) -> None:
+        """Draw the next mask from ``starts``, uint32 (2,): one with a row's number added, and one
+        with a position's. It may be an input of a graph that is compiled."""
+        self._starts = starts
         self._places = places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
@@ -59,10 +61,7 @@ class KeyedDropout(nn.Module):
             numbers = mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
         else:
             numbers = tuple(map(mx.array, self._places))
-        halves = [
-            each.astype(mx.uint32) + mx.array(start % 2**32, mx.uint32)
-            for each, start in zip(numbers, self._starts, strict=True)
-        ]
+        halves = [each.astype(mx.uint32) + self._starts[i] for i, each in enumerate(numbers)]
         return mx.stack(halves, axis=-1).reshape(-1, 2)
 
 
@@ -118,15 +117,19 @@ def _is_active(module: Any) -> bool:
     return isinstance(module, nn.Dropout) and keep_probability(module) < 1
 
 
-def set_keys(
-    dropouts: Sequence[KeyedDropout],
-    *parts: int,
-    first_row: int = 0,
-    places: PackedPositions | None = None,
-) -> None:
-    """Give each dropout its key, of ``parts``: seed, step and layer; rows count globally."""
-    for index, dropout in enumerate(dropouts):
+def starts_of(count: int, *parts: int, first_row: int = 0) -> np.ndarray:
+    """Return the numbers from which ``count`` dropouts draw, uint32 (count, 2), by ``parts``: seed,
+    step and layer; rows count globally, from ``first_row``."""
+    starts = np.empty((count, 2), np.uint32)
+    for index in range(count):
         digest = hashlib.blake2b(repr((*parts, index)).encode(), digest_size=8).digest()
-        row = int.from_bytes(digest[:4])
-        position = int.from_bytes(digest[4:])
-        dropout.set_key(row + first_row, position, places)
+        starts[index, 0] = (int.from_bytes(digest[:4]) + first_row) % 2**32
+        starts[index, 1] = int.from_bytes(digest[4:])
+    return starts
+
+
+def set_keys(dropouts: Sequence[KeyedDropout], *parts: int, first_row: int = 0) -> None:
+    """Give each dropout its own key, of ``parts``, as ``starts_of`` does."""
+    starts = mx.array(starts_of(len(dropouts), *parts, first_row=first_row))
+    for i, dropout in enumerate(dropouts):
+        dropout.set_starts(starts[i])

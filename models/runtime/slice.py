@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from shardmlx.compat import gpu_fuses_attention
 from shardmlx.models.runtime.activations import recompute_selectively, swiglu, use_swiglu
 from shardmlx.models.runtime.decoder import Decoder, LayerCall, Visit
-from shardmlx.models.runtime.dropout import key_every_dropout, set_keys
+from shardmlx.models.runtime.dropout import KeyedDropout, key_every_dropout, set_keys, starts_of
 from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.models.runtime.parts import Parts, find_parts
 from shardmlx.models.runtime.recurrence import use_chunks
@@ -122,9 +123,12 @@ class Slice:
         self._layer_prefix = f"{parts.layers_path}."
         self._embedding_prefix = f"{parts.embedding_path}."
         self._head_prefixes = tuple(f"{path}." for path in head)
-        self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
-        self._embedding_dropouts = key_every_dropout(parts.embedding)
-        self._head_dropouts = [*chain(*map(key_every_dropout, head.values()))]
+        # By the number of their layer in keys: -1 is the embedding, and the last one the head.
+        self._dropouts: dict[int, list[KeyedDropout]] = {
+            -1: key_every_dropout(parts.embedding),
+            **{i: key_every_dropout(layer) for i, layer in enumerate(decoder.layers, start)},
+            stop: [*chain(*map(key_every_dropout, head.values()))],
+        }
         states = self._first_states(model)
         self.takes_shared_prefixes = decoder.takes_shared_prefixes
         self.dtype: mx.Dtype = states.dtype
@@ -175,7 +179,7 @@ class Slice:
     def _first_states(self, model: nn.Module) -> mx.array:
         """Return the first layer's lazy hidden states (1, 1, D), perhaps wider than embeddings."""
         first = Decoder(model, 0, 1, self._decoder.parts)
-        set_keys(self._embedding_dropouts, 0)
+        set_keys(self._dropouts[-1], 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
         return first.run(mx.zeros((1, 1), mx.int32))
 
@@ -243,8 +247,32 @@ class Slice:
     @property
     def drops(self) -> bool:
         """True if a dropout of the slice is active."""
-        dropouts = [*chain(*self._dropouts), *self._embedding_dropouts, *self._head_dropouts]
-        return any(dropout.training for dropout in dropouts)
+        return any(dropout.training for dropout in chain(*self._dropouts.values()))
+
+    def dropout_starts(self, key: tuple[int, ...], first_row: int = 0) -> mx.array:
+        """Return the numbers from which all dropouts of the slice draw, uint32 (dropouts, 2): a
+        ``key`` of calls, which may be an input of a graph that is compiled."""
+        starts = [
+            starts_of(len(dropouts), *key, number, first_row=first_row)
+            for number, dropouts in self._dropouts.items()
+        ]
+        return mx.array(np.concatenate(starts))
+
+    def _set_starts(
+        self, number: int, key: tuple[int, ...] | mx.array, first_row: int, **places: Any
+    ) -> None:
+        """Give the dropouts of a layer, by its number in keys, what they draw from."""
+        dropouts = self._dropouts[number]
+        if not dropouts:
+            return
+        if isinstance(key, mx.array):
+            numbers = [each for each in self._dropouts if each < number]
+            begin = sum(len(self._dropouts[each]) for each in numbers)
+            starts = key[begin : begin + len(dropouts)]
+        else:
+            starts = mx.array(starts_of(len(dropouts), *key, number, first_row=first_row))
+        for i, dropout in enumerate(dropouts):
+            dropout.set_starts(starts[i], **places)
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +315,7 @@ class Slice:
         self,
         x: mx.array,
         *,
-        key: tuple[int, ...] = (0,),
+        key: tuple[int, ...] | mx.array = (0,),
         first_row: int = 0,
         places: PackedPositions | None = None,
         checkpoint: bool = False,
@@ -297,17 +325,18 @@ class Slice:
         """Return hidden states (rows, T, D) after the layers, of token ids (rows, T) on the first
         slice, or of hidden states on the others.
 
-        ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` are the
+        ``key`` seeds dropout, of rows from ``first_row`` of the global batch, or it is what
+        ``dropout_starts`` returned of these. ``places`` are the
         sequences of a packed row. ``checkpoint`` keeps only the inputs of layers for the backward
         pass and recomputes the rest (Chen et al., arXiv:1604.06174). ``attention_chunk`` is the
         most queries whose scores are in memory at a time. ``visit`` replaces the call of each
         layer.
         """
         if self.is_first:
-            set_keys(self._embedding_dropouts, *key, -1, first_row=first_row, places=places)
+            self._set_starts(-1, key, first_row, places=places)
 
         def step(i: int, call: LayerCall, x: mx.array) -> mx.array:
-            set_keys(self._dropouts[i - self.start], *key, i, first_row=first_row, places=places)
+            self._set_starts(i, key, first_row, places=places)
             if checkpoint:
                 call = partial(self._checkpointed, i, call)
             return call(x) if visit is None else visit(i, call, x)
@@ -326,12 +355,12 @@ class Slice:
         self,
         x: mx.array,
         *,
-        key: tuple[int, ...] = (0,),
+        key: tuple[int, ...] | mx.array = (0,),
         first_row: int = 0,
         places: PackedPositions | None = None,
     ) -> mx.array:
         """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D)."""
-        set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
+        self._set_starts(self.stop, key, first_row, places=places)
         return self._decoder.logits(x)
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:

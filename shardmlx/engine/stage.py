@@ -123,12 +123,10 @@ class Stage:
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
         graph = self._compiled
-        if graph is None or self.part.drops or microbatch.places is not None:
-            # A graph holds the keys of dropout as constants, and packed rows are rarely of equal
-            # length: the next micro-batch would need another graph.
-            graph = partial(
-                self._joint_graph, key=key, first_row=microbatch.first_row, places=microbatch.places
-            )
+        starts = self.part.dropout_starts(key, microbatch.first_row)
+        if graph is None or microbatch.places is not None:
+            # Packed rows are rarely of equal length: the next would need another graph.
+            graph = partial(self._joint_graph, places=microbatch.places)
         source, answers = self._given(microbatch, x)
         names = self._names_in_graph(answers)
         cotangent = (
@@ -137,7 +135,7 @@ class Stage:
             else self._new_cotangent(microbatch, self.part.output_size)
         )
         weights = [self.part[name] for name in names]
-        out, *gradients = graph(source, answers, weights, cotangent)
+        out, *gradients = graph(source, answers, weights, cotangent, starts)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
         pending = _Pending(cotangent, input_gradient, dict(zip(names, gradients, strict=True)))
         self._pending[j] = pending
@@ -181,16 +179,18 @@ class Stage:
         answers: tuple[mx.array, ...],
         weights: Sequence[mx.array],
         cotangent: mx.array,
-        **how: Any,
+        starts: mx.array,
+        **places: Any,
     ) -> list[mx.array]:
-        """Return output, gradient of the input if it is needed, gradients of the weights: lazy."""
+        """Return output, gradient of the input if it is needed, gradients of the weights: lazy. The
+        dropouts draw from ``starts``."""
         names = self._names_in_graph(answers)
 
         def run(*primals: mx.array) -> mx.array:
             arrays = list(primals)
             inputs = arrays.pop(0) if self.needs_input_gradient else source
             return self.part.with_parameters(
-                names, arrays, lambda: self._outputs(inputs, answers, **how)
+                names, arrays, lambda: self._outputs(inputs, answers, key=starts, **places)
             )
 
         primals = [source] if self.needs_input_gradient else []
@@ -205,7 +205,7 @@ class Stage:
         answers: tuple[mx.array, ...],
         *,
         recomputes: bool = True,
-        key: tuple[int, ...] = (0,),
+        key: tuple[int, ...] | mx.array = (0,),
         **places: Any,
     ) -> mx.array:
         """Return hidden states; on the last stage normed ones, or with answers the loss."""

@@ -47,13 +47,15 @@ def states(microbatch: MicroBatch, part: Slice, seed: int) -> mx.array:
     return x
 
 
-def step(stage: Stage, microbatches: list[MicroBatch]) -> list[np.ndarray]:
+def step(
+    stage: Stage, microbatches: list[MicroBatch], key: tuple[int, ...] = (0,)
+) -> list[np.ndarray]:
     """Outputs and gradients for inputs of ``microbatches``, all in flight at once, and for the
     weights."""
     part, found = stage.part, []
     for j, microbatch in enumerate(microbatches):
         x = None if part.is_first else states(microbatch, part, j)
-        found.append(stage.forward(j, microbatch, x, scale=SCALE))
+        found.append(stage.forward(j, microbatch, x, scale=SCALE, key=key))
     for j, microbatch in enumerate(microbatches):
         if not part.is_last:
             stage.fill_cotangent(j, states(microbatch, part, 10 + j))
@@ -144,6 +146,33 @@ def test_a_graph_takes_the_weights_as_they_are() -> None:
     expected = step(stage_of(stage.part, compiled=False), [batch(0)])
     for ours, theirs in zip(step(stage, [batch(0)]), expected, strict=True):
         assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("where", WHERE)
+def test_masks_of_dropout_are_an_input_of_the_graph(
+    where: str, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same units are dropped as in stages that are not compiled, and one graph is traced."""
+    model = move_trained(with_adapters(tiny_model(layers=LAYERS), dropout=0.5))
+    part = Slice(model, *WHERE[where])
+    batches = [MicroBatch(batch(0).tokens, batch(0).spans, first_row) for first_row in (0, 2)]
+    plain = stage_of(part, compiled=False, savings=saving(checkpoint))
+    expected = [step(plain, batches, key=(7, number)) for number in range(2)]
+    traced = [0]
+    call = Slice.__call__
+
+    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
+        traced[0] += 1
+        return call(part, x, **how)
+
+    monkeypatch.setattr(Slice, "__call__", counted)
+    stage = stage_of(part, savings=saving(checkpoint))
+    found = [step(stage, batches, key=(7, number)) for number in range(2)]
+    assert traced == [1]
+    assert not np.array_equal(found[0][0], found[1][0])
+    for ours, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+        assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_masks_of_dropout_are_drawn_for_each_micro_batch() -> None:
