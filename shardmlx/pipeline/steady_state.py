@@ -2,8 +2,8 @@
 
 A rank that has filled its part of the pipeline does the same over and over. The end of an action
 depends on ends of actions a few micro-batches before it, and on nothing else. So once each rank
-ends each such period as much later as the one before, and no rank waits for a slower one, all of
-them do so until the pipeline drains.
+ends each such period as much later as the one before, the slowest does so until the pipeline
+drains, and none becomes slower.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _settled(
     step: Simulation, period: int, placement: Sequence[int], occupied: Sequence[Sequence[float]]
 ) -> float | None:
     """Return by how much the slowest rank ends a period later than the one before; None if that
-    varies, or if a rank is faster than one that it waits for."""
+    varies for any rank, or if a link is slower."""
     later = [_later(spans, period, len(occupied)) for spans in step.spans]
     if not all(later):
         return None
@@ -68,11 +68,11 @@ def _settled(
         ways.append((below, above))
         if (stage, Kind.I) in done or (stage, Kind.W) in done:
             ways.append((above, below))
-    for source, target in ways:
-        # Messages that queue up for a slow link come too late in the end.
-        busy = period * ways.count((source, target)) * occupied[source][target]
-        if max(paces[source], busy) > paces[target] + tolerated:
-            return None
+    # Messages that queue up for a slow link come too late in the end. A rank that is faster than
+    # one that it waits for has work ahead: it becomes as slow when it has none, and not slower.
+    busiest = max((period * ways.count(way) * occupied[way[0]][way[1]] for way in ways), default=0)
+    if busiest > max(paces) + tolerated:
+        return None
     return max(paces)
 
 
