@@ -1,1 +1,1 @@
-"""OpenAI's HTTP API and the chat page, over inference."""
+"""OpenAI's HTTP API and the chat page, over inference; Tinker's over training."""

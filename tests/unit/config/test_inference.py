@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from mlx_lm import lora
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import CHAT, GENERATE, GenerateConfig
+from shardmlx.config.options import OptionError
 from shardmlx.config.serve import LINE as SERVE
-from shardmlx.config.serve import ServeConfig
+from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.config.train import LINE as TRAIN
+from shardmlx.errors import UserError
 from tests.helpers.refusals import refusal
 
 
@@ -130,3 +133,39 @@ def test_a_text_that_is_not_utf_8_is_refused(flag: str) -> None:
 def test_a_server_plans_for_the_bodies_of_requests() -> None:
     assert ServeConfig.from_flat(max_body=2000).bytes_for_requests == (8 + 20) * 2000
     assert GenerateConfig.from_flat(prompt="a").bytes_for_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "remedy"),
+    [
+        ({"max_adapters": 2}, "max_adapters", "add it"),
+        ({"state_dir": "elsewhere"}, "state_dir", "add it"),
+        ({"train": True, "draft": "lookup"}, "draft", "leave it out"),
+        ({"train": True, "kv_bits": 4}, "kv_bits", "leave it out"),
+        ({"train": True, "adapter_path": "adapters"}, "adapter_path", "fuse"),
+        ({"train": True, "prefix_cache_dir": "kept"}, "prefix_cache_dir", "leave it out"),
+    ],
+)
+def test_options_that_do_nothing_with_or_without_training(
+    given: dict[str, Any], named: str, remedy: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        ServeConfig.from_flat(model="m", **given)
+    assert caught.value.name == named
+    assert remedy in caught.value.remedy
+
+
+def test_training_plans_for_what_clients_send() -> None:
+    plain, training = (ServeConfig.from_flat(model="m", train=train) for train in (False, True))
+    assert training.bytes_for_requests > plain.bytes_for_requests
+    assert training.loop_spec.bytes_for_requests == training.bytes_for_requests
+    assert training.loop_spec.loop.state_dir == "states"
+
+
+def test_training_without_its_packages_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    check_packages(ServeConfig.from_flat(model="m"))
+    with pytest.raises(UserError) as caught:
+        check_packages(ServeConfig.from_flat(model="m", train=True))
+    assert "tinker" in caught.value.problem
+    assert caught.value.remedy == "pip install 'shardmlx[train-api]'"
