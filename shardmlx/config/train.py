@@ -355,7 +355,7 @@ class TrainConfig(Options):
 
     def _of_loss_scale(self) -> Iterator[Pair]:
         if self.loss_scale is not None:
-            # What is rounded off of scaled gradients would be added to those of another scale.
+            # Numbers rounded off of scaled gradients would be added to gradients of another scale.
             other = f"loss_scale {self.loss_scale}"
             yield other, "sum_dtype", self.tune.keeps_errors, "use bfloat16"
 

@@ -36,7 +36,7 @@ FLOAT32 = 4
 class UpdatePiece:
     """Trained weights that are updated together, by ``names``. Where it ``has_room``, one wait is
     enough: the temporary arrays of all kinds may exist together, which a fast device computes
-    without waiting for the host. Else one kind of arrays is waited for after the other."""
+    without waiting for the host. Elsewhere one kind of arrays is waited for after the other."""
 
     names: list[str] = field(default_factory=list)
     nbytes: int = 0

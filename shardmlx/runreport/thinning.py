@@ -64,8 +64,8 @@ def thinned(events: Iterable[Event]) -> list[Event]:
 
 @dataclass
 class _Facts:
-    """Of each kind of events that may be thinned how many there are, and the steps of the first and
-    of the last; and the most ranks of a report."""
+    """Counts of the events of each kind that may be thinned, the steps of the first and the last,
+    and the most ranks of a report."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from shardmlx.server.openai_errors import ApiError
 PAGE_PARTS = "/page/"
 
 FILES = "/api/v1/files/"
-"""Where adapters are fetched by URLs that are a key by themselves."""
+"""Path of adapters, fetched by URLs that are a key by themselves."""
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""``serve --train`` on every rank: OpenAI's API and Tinker's, over ranks that train."""
+"""Serve with ``--train``, on every rank: OpenAI's API and Tinker's, over ranks that train."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def tokenized(body: bytes, served: ServedModel) -> Json:
 
 
 def _is_chat(body: bytes) -> bool:
-    """Return whether a body has messages. What is no JSON object has none."""
+    """Return whether a body has messages. A body that is not a JSON object has none."""
     with suppress(ValueError, RecursionError):
         parsed = json.loads(body)
         return isinstance(parsed, dict) and "messages" in parsed

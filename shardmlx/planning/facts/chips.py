@@ -2,7 +2,7 @@
 
 No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths of Macs are Apple's, as two lists have
 them that cite its specifications: huggingface.js's pull request 1937, and
-github.com/rlindsey2/sunkcost. Those of GPUs are NVIDIA's data sheets'.
+github.com/rlindsey2/sunkcost. Numbers of GPUs are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         "H200": Gpu(4800, (141,), 989.4e12),
     }
 )
-"""GPUs beside which MLX runs on Linux. Nobody has run a Mac beside one. Of the H200 MLX reached 44%
+"""GPUs beside which MLX runs on Linux. Nobody has run a Mac beside one. MLX reached 44% of the H200
 in bfloat16, measured by doctor; the other numbers are of data sheets alone."""
 
 ETHERNET = 1.1e9
