@@ -329,7 +329,8 @@ def replay(watch: Watch, proxy: Proxy, k: int) -> tuple[list[np.ndarray], list[s
         weights, momentum = optimizer.step(weights, momentum, mean)
         versions.append(weights)
         if facts[version]["tokens"] != tokens:
-            faults.append(f"fragment {k}, version {version}: not {tokens} tokens")
+            said = facts[version]["tokens"]
+            faults.append(f"fragment {k}, version {version}: {said} tokens; reports have {tokens}")
         path = directory / f"v{version:07}" / "published"
         if path.exists() and not np.array_equal(weights, np.fromfile(path, np.float32)):
             faults.append(f"fragment {k}, version {version}: other weights than reports make")
