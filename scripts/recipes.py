@@ -203,7 +203,7 @@ def last_metrics(root: Path, name: str) -> str:
         return ""
     told = json.loads(file.read_text().splitlines()[-1])
     words = ("nll", "reward", "kl_sample_train", "loss")
-    numbers = {key: value for key, value in told.items() if isinstance(value, float)}
+    numbers = {key: value for key, value in told.items() if isinstance(value, (int, float))}
     return ", ".join(
         f"{key} {value:.4g}" for key, value in numbers.items() if any(word in key for word in words)
     )

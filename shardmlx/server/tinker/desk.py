@@ -83,11 +83,9 @@ class Desk:
 
     async def read(self, request: HttpRequest, kind: type[_Message]) -> tuple[_Message, bytes]:
         """Return the message of a JSON body, and its digest. Raises ``ApiError``."""
-
-        def of_body(body: bytes) -> tuple[_Message, bytes]:
-            return read_json(kind, body), digest_of(body)
-
-        return await self.bodies.read(request, of_body)
+        return await self.bodies.read(
+            request, lambda body: (read_json(kind, body), digest_of(body))
+        )
 
     def say_once(self, text: str) -> None:
         """Say something to who runs the server, the first time that it happens."""
@@ -210,7 +208,11 @@ class Desk:
                     await self._drop(oldest)
                 else:
                     await asyncio.sleep(SECONDS_BETWEEN_ATTEMPTS)
-        self.registry.snapshots[request.snapshot].is_loaded = True
+        snapshot = self.registry.snapshots.get(request.snapshot)
+        if snapshot is None:  # its session has ended meanwhile
+            await self.submit(DropSnapshot(request.snapshot))
+        else:
+            snapshot.is_loaded = True
 
     async def load(self, snapshot: HeldSnapshot) -> None:
         """Have a snapshot in memory. Raises ``UserError`` if it was forgotten for good."""

@@ -168,10 +168,7 @@ class TrainingRoutes:
             text = "too many rows wait to be computed: send these again when some are"
             raise ApiError(429, text, headers={"retry-after": "1"})
 
-        def read(body: bytes) -> tuple[wire.ForwardBackwardRequest, bytes, int]:
-            unpacked = unpack(body, encoding, most)
-            return read_forward_backward(unpacked), digest_of(unpacked), len(unpacked)
-
+        read = partial(_read_losses, encoding, most)
         message, digest, nbytes = await self._desk.bodies.read(request, read, PROTOBUF)
         # Rows are read on a thread of their own, though they may be refused only later: their
         # request's number must be known before.
@@ -209,16 +206,7 @@ class TrainingRoutes:
     async def _save(self, request: HttpRequest) -> Response:
         asked, digest = await self._desk.read(request, types.SaveWeightsRequest)
         self._tell_ttl(asked.ttl_seconds)
-        name = f"{asked.seq_id or 0:06d}" if asked.path is None else asked.path
-
-        def make(model: Model) -> SaveState:
-            return SaveState(
-                model.name,
-                new_state(model.name, TRAINING, name),
-                overwrite=asked.overwrite,
-                note=_note(asked.user_metadata, model),
-            )
-
+        make = partial(_training_state, asked)
         return self._desk.queue(asked.model_id, asked.seq_id, digest, make, _saved_answer)
 
     async def _save_for_sampler(self, request: HttpRequest) -> Response:
@@ -226,62 +214,40 @@ class TrainingRoutes:
         if asked.path is None:
             return self._snapshot(asked, digest)
         self._tell_ttl(asked.ttl_seconds)
-        name = asked.path
-
-        def make(model: Model) -> SaveState:
-            _refuse_inflight(asked)
-            return SaveState(
-                model.name,
-                new_state(model.name, SAMPLER, name),
-                for_sampler=True,
-                note=_note(asked.user_metadata, model),
-            )
-
+        make = partial(_sampler_state, asked, asked.path)
         return self._desk.queue(asked.model_id, asked.seq_id, digest, make, _sampler_answer)
 
     def _snapshot(self, asked: types.SaveWeightsForSamplerRequest, digest: bytes) -> Response:
         """Answer with the future of a snapshot in memory, and of a sampler of it."""
-        registry = self._desk.registry
-
-        def make(model: Model) -> TakeSnapshot:
-            _refuse_inflight(asked)
-            if asked.sampling_session_seq_id is None:
-                problem = "sampling_session_seq_id: a snapshot without a path needs one"
-                raise UserError(problem, "give it, or a path")
-            name = f"{model.session}:sample:{asked.sampling_session_seq_id}"
-            if name in registry.samplers:
-                raise UserError(f"there is a sampler {name} already", "number them one by one")
-            snapshot = HeldSnapshot(name)
-            registry.snapshots[name] = snapshot
-            registry.samplers[name] = SamplingSession(
-                name, model.session, model.base_model, snapshot
-            )
-            return TakeSnapshot(name, model.name)
-
         session = asked.model_id.partition(":")[0]
         name = f"{session}:sample:{asked.sampling_session_seq_id}"
         answer = types.SaveWeightsForSamplerResponseInternal(
             sampling_session_id=name, type="save_weights_for_sampler"
         )
+        make = partial(self._new_sampler, asked)
         return self._desk.queue(
             asked.model_id, asked.seq_id, digest, make, lambda result: as_json(answer)
         )
 
+    def _new_sampler(self, asked: types.SaveWeightsForSamplerRequest, model: Model) -> TakeSnapshot:
+        """Make a sampler of a snapshot that is to be taken; return the request for that."""
+        _refuse_inflight(asked)
+        registry = self._desk.registry
+        if asked.sampling_session_seq_id is None:
+            problem = "sampling_session_seq_id: a snapshot without a path needs one"
+            raise UserError(problem, "give it, or a path")
+        name = f"{model.session}:sample:{asked.sampling_session_seq_id}"
+        if name in registry.samplers:
+            raise UserError(f"there is a sampler {name} already", "number them one by one")
+        snapshot = HeldSnapshot(name)
+        registry.snapshots[name] = snapshot
+        registry.samplers[name] = SamplingSession(name, model.session, model.base_model, snapshot)
+        return TakeSnapshot(name, model.name)
+
     async def _export(self, request: HttpRequest) -> Response:
         asked, digest = await self._desk.read(request, types.SaveWeightsExternalRequest)
         self._tell_ttl(asked.ttl_seconds)
-
-        def make(model: Model) -> SaveState:
-            if asked.age_encryption_recipients:
-                problem = "age_encryption_recipients: this server encrypts no files with age"
-                raise UserError(problem, "leave it out: files stay on this server's machines")
-            return SaveState(
-                model.name,
-                new_state(model.name, EXTERNAL, asked.path),
-                for_sampler=True,
-                note=_note(None, model),
-            )
-
+        make = partial(_external_state, asked)
         return self._desk.queue(asked.model_id, asked.seq_id, digest, make, _external_answer)
 
     async def _load(self, request: HttpRequest) -> Response:
@@ -298,11 +264,7 @@ class TrainingRoutes:
         if asked.model_id is None:
             raise ApiError(400, "load_weights has neither model_id nor session_id: give one")
         model_id = asked.model_id
-
-        def make(model: Model) -> LoadState:
-            _check_load(asked)
-            return LoadState(model.name, state_of(asked.path), with_optimizer=asked.optimizer)
-
+        make = partial(_load_request, asked)
         return self._desk.queue(
             model_id,
             asked.seq_id,
@@ -339,10 +301,55 @@ class TrainingRoutes:
             )
 
 
+def _read_losses(
+    encoding: str, most: int, body: bytes
+) -> tuple[wire.ForwardBackwardRequest, bytes, int]:
+    """Return a request's message, its digest and its bytes. Raises ``ApiError``."""
+    unpacked = unpack(body, encoding, most)
+    return read_forward_backward(unpacked), digest_of(unpacked), len(unpacked)
+
+
 def _unless_refused(made: ForwardBackward | UserError, model: Model) -> ForwardBackward:
     if isinstance(made, UserError):
         raise made
     return made
+
+
+def _training_state(asked: types.SaveWeightsRequest, model: Model) -> SaveState:
+    name = f"{asked.seq_id or 0:06d}" if asked.path is None else asked.path
+    return SaveState(
+        model.name,
+        new_state(model.name, TRAINING, name),
+        overwrite=asked.overwrite,
+        note=_note(asked.user_metadata, model),
+    )
+
+
+def _sampler_state(asked: types.SaveWeightsForSamplerRequest, name: str, model: Model) -> SaveState:
+    _refuse_inflight(asked)
+    return SaveState(
+        model.name,
+        new_state(model.name, SAMPLER, name),
+        for_sampler=True,
+        note=_note(asked.user_metadata, model),
+    )
+
+
+def _external_state(asked: types.SaveWeightsExternalRequest, model: Model) -> SaveState:
+    if asked.age_encryption_recipients:
+        problem = "age_encryption_recipients: this server encrypts no files with age"
+        raise UserError(problem, "leave it out: files stay on this server's machines")
+    return SaveState(
+        model.name,
+        new_state(model.name, EXTERNAL, asked.path),
+        for_sampler=True,
+        note=_note(None, model),
+    )
+
+
+def _load_request(asked: types.LoadWeightsRequest, model: Model) -> LoadState:
+    _check_load(asked)
+    return LoadState(model.name, state_of(asked.path), with_optimizer=asked.optimizer)
 
 
 def _note(user_metadata: dict[str, str] | None, model: Model) -> dict[str, Any]:
