@@ -36,13 +36,7 @@ def exchanges(choice: Choice, lines: Sequence[float]) -> list[HubTraffic]:
     count = len(lines)
     setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
     tensors = [SharedTensor("", shape) for shape in trained_shapes(setup)]
-
-    def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> HubTraffic:
-        seconds = 8 * nbytes / min(lines)
-        waits = turns * seconds, max(0.0, turns * seconds - hidden)
-        shares = (each / (each + steps * step) for each in waits)
-        return HubTraffic(way, round(nbytes), seconds, *shares)
-
+    slowest = min(lines)
     sums = setup.workload.sum_bytes(body_bytes(tensors, "float32")) * 2 * (count - 1) / count
     # A step has the rows of all islands; one between two others sends gradients too.
     batch = run.batch.batch_size * choice.facts.lengths.longest[0]
@@ -50,9 +44,29 @@ def exchanges(choice: Choice, lines: Sequence[float]) -> list[HubTraffic]:
     return [
         *(
             # The hub's answer is as long, and comes when the report is there.
-            exchange(name, body_bytes(tensors, name), 2, TERMS.inner_steps, OVERLAP * step)
+            _traffic(
+                name,
+                body_bytes(tensors, name),
+                slowest,
+                turns=2,
+                work=TERMS.inner_steps * step,
+                hidden=OVERLAP * step,
+            )
             for name in ENCODINGS
         ),
-        exchange("data parallel, each step", sums, 1, 1, 0.0),
-        exchange("pipeline, each step", hidden_states, 1, 1, step),
+        _traffic("data parallel, each step", sums, slowest, turns=1, work=step, hidden=0.0),
+        _traffic("pipeline, each step", hidden_states, slowest, turns=1, work=step, hidden=step),
     ]
+
+
+def _traffic(
+    way: str, nbytes: float, line: float, *, turns: int, work: float, hidden: float
+) -> HubTraffic:
+    """Return the wait for ``turns`` of so many bytes on a line of so many bit/s, between ``work``,
+    in seconds; some of it may be ``hidden`` behind other work."""
+    seconds = 8 * nbytes / line
+    waiting = turns * seconds
+    exposed = max(0.0, waiting - hidden)
+    return HubTraffic(
+        way, round(nbytes), seconds, waiting / (waiting + work), exposed / (exposed + work)
+    )
