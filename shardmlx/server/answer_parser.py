@@ -8,50 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.detokenize import StopStrings, before_any, overlap
+from shardmlx.server.answer_parts import (
+    AnswerPart,
+    Kind,
+    Reading,
+    UnreadText,
+    begun_call,
+    call_in_pieces,
+    whole_call,
+)
 from shardmlx.server.closed_schema import definition_in
-from shardmlx.server.json_texts import with_whole_characters
-
-ID_LENGTH = 9
-"""Characters of a call's id: Mistral's templates take no others."""
-
-
-Kind = Literal["thought", "said", "call"]
-
-
-@dataclass(slots=True)
-class AnswerPart:
-    """A piece of what an answer thinks or says; or a whole call, with its ``name`` and ``id``, and
-    the JSON of its arguments, which are an object."""
-
-    kind: Kind
-    text: str
-    name: str = ""
-    id: str = ""
-
-
-Reading = Generator[AnswerPart | None, None, None]
-"""Parts as they are read, and None where more text is needed."""
-
-
-@dataclass(slots=True)
-class UnreadText:
-    """The text of an answer that has come and is not read yet; ``is_last`` once no more comes."""
-
-    text: str = ""
-    is_last: bool = False
-
-    def cut(self, length: int) -> str:
-        """Take so many characters from the beginning, and return them."""
-        cut, self.text = self.text[:length], self.text[length:]
-        return cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +33,8 @@ class AnswerSyntax:
 
     If ``is_thinking``, the template has written the first mark of a thought. An answer that
     ``continues`` a text may begin with space, and does not think again. Calls are looked for if
-    there are ``tools``; unless they may be ``parallel``, only the first counts.
+    there are ``tools``; unless they may be ``parallel``, only the first counts. Arguments come
+    ``in_pieces`` as far as the model writes them as JSON.
     """
 
     format: AnswerFormat = field(default_factory=AnswerFormat)
@@ -68,6 +42,7 @@ class AnswerSyntax:
     is_thinking: bool = False
     parallel: bool = True
     continues: bool = False
+    in_pieces: bool = False
 
 
 def passed_on(
@@ -132,16 +107,6 @@ def up_to(incoming: UnreadText, marks: Sequence[str]) -> Generator[None, None, t
         yield None
 
 
-def whole_call(name: Any, arguments: Any) -> AnswerPart:
-    """Return a call with an id of its own. Raises ``ValueError`` or ``TypeError`` unless arguments
-    are an object, or the JSON of one."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    text = with_whole_characters(text)
-    if not isinstance(json.loads(text), dict) or not isinstance(name, str):
-        raise TypeError("a name is a text, and arguments are an object")
-    return AnswerPart("call", text, name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
-
-
 # Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. They are read once
 # they are whole: JSON by itself, others by mlx-lm's parsers.
 
@@ -159,7 +124,39 @@ def marked_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
         has_called = True
 
 
+OBJECT = re.compile(
+    r'[\s\[,}]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
+)
+"""A call between marks up to its arguments, the first one or a further one of a list."""
+
+REST = " \n\t}],"
+"""What may follow the arguments of the last call."""
+
+
+def _calls_in_pieces(
+    incoming: UnreadText, marks: Marks
+) -> Generator[AnswerPart | None, None, bool]:
+    """Yield calls that are JSON in pieces; return whether there was one, and all was read."""
+    has_called = False
+    while True:
+        if opening := OBJECT.match(incoming.text):
+            incoming.cut(opening.end())
+            yield from call_in_pieces(incoming, opening["name"])
+            has_called = True
+        elif incoming.is_last or (marks.end and marks.end in incoming.text):
+            break
+        else:
+            yield None
+    if has_called:
+        text, _ = yield from up_to(incoming, [marks.end] if marks.end else [])
+        if text := text.strip(REST):
+            yield AnswerPart("said", text)
+    return has_called
+
+
 def _calls(incoming: UnreadText, syntax: AnswerSyntax, marks: Marks) -> Reading:
+    if syntax.in_pieces and (yield from _calls_in_pieces(incoming, marks)):
+        return
     text, end = yield from up_to(incoming, [marks.end] if marks.end else [])
     calls = None if marks.end and not end else _read(text, syntax)
     yield from calls or [AnswerPart("said", f"{marks.start}{text}{end}")]
@@ -260,7 +257,11 @@ def json_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
         if text := incoming.cut(length):
             yield AnswerPart("said", text)
         if found:
-            yield from _json_call(incoming, found)
+            if syntax.in_pieces:
+                incoming.cut(len(found[0]))
+                yield from call_in_pieces(incoming, found["name"])
+            else:
+                yield from _json_call(incoming, found)
             yield from _closing(incoming)
         elif not incoming.is_last:
             yield None
@@ -334,7 +335,10 @@ def harmony_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
             continue
         incoming.text = text
         called = FUNCTION.search(head) if syntax.tools else None
-        if called is not None:
+        if called is not None and syntax.in_pieces and (yield from _is_object(incoming)):
+            yield begun_call(called["name"])
+            yield from passed_on(incoming, ENDS, "call")
+        elif called is not None:
             text, _ = yield from up_to(incoming, ENDS)
             try:
                 yield whole_call(called["name"], text)
@@ -342,6 +346,12 @@ def harmony_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
                 yield AnswerPart("said", text)
         else:
             yield from passed_on(incoming, ENDS, "thought" if THOUGHTS.search(head) else "said")
+
+
+def _is_object(incoming: UnreadText) -> Generator[None, None, bool]:
+    """Return whether what comes next is an object, after space."""
+    yield from begins(incoming, None)
+    return incoming.text.startswith("{")
 
 
 class AnswerParser:
@@ -378,7 +388,7 @@ class AnswerParser:
                 yield from self._said(part.text, is_last=False)
                 continue
             yield from self._said("", is_last=True)
-            self._calls += part.kind == "call"
+            self._calls += bool(part.id)
             if self._parallel or self._calls <= 1 or part.kind != "call":
                 yield part
         if is_last and self.stop is None:

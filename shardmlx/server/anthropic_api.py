@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from shardmlx.server.accepted_fields import CALLERS, Body, Json, JsonObject, Listed
-from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.chat_request import (
     CHOICES,
     AnswerOptions,
@@ -337,7 +337,8 @@ class MessageReply(BlockReply):
         else:
             kind = KINDS[part.kind]
             delta = {"type": f"{kind}_delta", kind: part.text}
-        yield self._block("delta", delta=delta)
+        if part.text:
+            yield self._block("delta", delta=delta)
 
     def _ended(self, block: AnswerPart, *, is_cut: bool) -> Iterator[Json]:
         yield self._block("stop")

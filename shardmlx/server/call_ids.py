@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardmlx.server.answer_parser import ID_LENGTH
+from shardmlx.server.answer_parts import ID_LENGTH
 
 SHORT = re.compile(rf"[A-Za-z0-9]{{{ID_LENGTH}}}")
 

@@ -164,7 +164,7 @@ class ChatRequest:
 
     ``messages`` and ``tools`` are as a chat template takes them, ``arguments`` what it is given
     beside them. If the chat ``goes_on``, so does the answer from its last message. Calls of tools
-    may be ``parallel``.
+    may be ``parallel``; a stream has their arguments ``in_pieces``, or whole.
     """
 
     options: AnswerOptions
@@ -175,6 +175,7 @@ class ChatRequest:
     arguments: Json = field(default_factory=dict)
     goes_on: bool = False
     structure: Structure | None = None
+    in_pieces: bool = True
 
     def read(self, served: ServedModel) -> ApiRequest:
         """Return the requests for generation. Raises ``ApiError``."""
@@ -202,6 +203,7 @@ class ChatRequest:
             is_thinking=thought_end is not None,
             parallel=self.parallel and known.takes_several,
             continues=continues,
+            in_pieces=self.in_pieces and self.options.stream,
         )
         return requests_of(
             self.options,

@@ -28,7 +28,8 @@ from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import BROKEN, SampledToken, SamplingParams
-from shardmlx.server.answer_parser import AnswerParser, AnswerPart
+from shardmlx.server.answer_parser import AnswerParser
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.app import make_app
 from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.metrics import Metrics

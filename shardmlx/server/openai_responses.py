@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.accepted_fields import Json
-from shardmlx.server.answer_parser import AnswerPart, Kind
+from shardmlx.server.answer_parts import AnswerPart, Kind
 from shardmlx.server.chat_request import ApiRequest
 from shardmlx.server.replies import Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason
@@ -123,7 +123,8 @@ class ChatReply(Reply):
         if part is not None:
             self._take(index, part)
             if part.kind == "call":
-                delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **_call(part)}]}
+                more = _call(part) if part.id else {"function": {"arguments": part.text}}
+                delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **more}]}
             else:
                 delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
         return self._told(index, "delta", delta, logprobs)

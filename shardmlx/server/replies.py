@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from shardmlx.server.accepted_fields import Json
-from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.chat_request import ApiRequest
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.request_queue import Delta
@@ -42,7 +42,7 @@ class Reply(ABC):
 
     def _begins(self, index: int, part: AnswerPart) -> bool:
         blocks = self.blocks[index]
-        return part.kind == "call" or not blocks or blocks[-1].kind != part.kind
+        return bool(part.id) or not blocks or blocks[-1].kind != part.kind
 
     def _take(self, index: int, part: AnswerPart) -> None:
         """Take a part into the blocks of answer ``index``."""

@@ -18,7 +18,8 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.server.answer_parser import AnswerPart, AnswerSyntax
+from shardmlx.server.answer_parser import AnswerSyntax
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.openai_errors import ApiError
 
 SOON: Mapping[str, str] = {"retry-after": "2"}

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.server.accepted_fields import Body, Json, Listed, words
-from shardmlx.server.answer_parser import AnswerPart, Kind
+from shardmlx.server.answer_parts import AnswerPart, Kind
 from shardmlx.server.chat_request import (
     CHOICES,
     AnswerOptions,
@@ -177,6 +177,7 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
         tools=list(functions.values()),
         choice=ToolChoice() if asked.tool_choice is None else asked.tool_choice.choice,
         parallel=asked.parallel_tool_calls is not False,
+        in_pieces=False,  # an item tells which kind of tool it is for, and some take texts
         arguments=asked.template_arguments(asked.reasoning.effort),
         structure=asked.text.structure,
     )

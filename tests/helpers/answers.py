@@ -14,7 +14,8 @@ from shardmlx.inference.answer_format import (
     Marks,
     json_calls,
 )
-from shardmlx.server.answer_parser import AnswerParser, AnswerPart, AnswerSyntax
+from shardmlx.server.answer_parser import AnswerParser, AnswerSyntax
+from shardmlx.server.answer_parts import AnswerPart
 
 BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 

@@ -16,7 +16,7 @@ from shardmlx.inference.answer_format import (
     Marks,
     json_calls,
 )
-from shardmlx.server.answer_parser import AnswerPart, whole_call
+from shardmlx.server.answer_parts import AnswerPart, whole_call
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
 
 THINK = Marks("<think>", "</think>")
@@ -57,6 +57,58 @@ def test_calls_between_marks(text: str, size: int, parts: list[AnswerPart]) -> N
     assert parts_of(text, size, JSON, tools=TOOLS) == parts
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (LOOK, [LOOKS]),
+        (f"I look.{LOOK}", [said("I look."), LOOKS]),
+        (f"{LOOK}\n{HEAR}\n", [LOOKS, HEARS]),
+        (f"<think>so</think>\n{HEAR} ok ", [thought("so"), HEARS, said("ok")]),
+        ('<tool_call>{"name": "look", "arguments": {"a": "}\\""}, "id": 1}</tool_call>', None),
+        ('<tool_call>{"arguments": {"at": "sea"}, "name": "look"}</tool_call>', [LOOKS]),
+        ("<tool_call>{oops</tool_call>!", [said("<tool_call>{oops</tool_call>!")]),
+        ('<tool_call>{"name": "lo', [said('<tool_call>{"name": "lo')]),
+        ('<tool_call>{"name": "look", "arguments": {"at": "se', [call("look", '{"at": "se')]),
+    ],
+)
+def test_arguments_between_marks_in_pieces(
+    text: str, size: int, parts: list[AnswerPart] | None
+) -> None:
+    found = parts_of(text, size, JSON, tools=TOOLS, in_pieces=True)
+    assert found == (parts or [call("look", '{"a": "}\\""}'), said('"id": 1')])
+
+
+LISTED = AnswerFormat(None, Marks("[TOOL_CALLS]", ""), lambda text, tools: json.loads(text))
+SEVERAL = (
+    '[TOOL_CALLS][{"name": "look", "arguments": {"at": "sea"}}, {"name": "hear", "arguments": {}}]'
+)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_a_list_of_calls(size: int, in_pieces: bool) -> None:
+    assert parts_of(SEVERAL, size, LISTED, tools=TOOLS, in_pieces=in_pieces) == [LOOKS, HEARS]
+
+
+def test_pieces_come_as_soon_as_they_are_there() -> None:
+    parser = parser_of(JSON, tools=TOOLS, in_pieces=True)
+    steps = ['<tool_call>{"name": "look", "argu', 'ments": {"at"', ': "s', 'ea"}', "}</tool_call>"]
+    found = [[*parser.take(step, is_last=step == steps[-1])] for step in steps]
+    assert [[(part.name, part.text) for part in parts] for parts in found] == [
+        [],
+        [("look", ""), ("", '{"at"')],
+        [("", ': "s')],
+        [("", 'ea"}')],
+        [],
+    ]
+
+
+def test_only_the_first_call_counts_where_one_is_taken_in_pieces_too() -> None:
+    alone = parts_of(f"{LOOK}{HEAR}", 3, JSON, tools=TOOLS, in_pieces=True, parallel=False)
+    assert alone == [LOOKS]
+
+
 BARE_LOOK = '{"name": "look", "arguments": {"at": "a }\\" sea"}}'
 BARE_HEAR = '{"type": "function", "name": "hear", "parameters": {"in": {}}}'
 SEEN, HEARD = call("look", '{"at": "a }\\" sea"}'), call("hear", '{"in": {}}')
@@ -92,6 +144,8 @@ SEEN, HEARD = call("look", '{"at": "a }\\" sea"}'), call("hear", '{"in": {}}')
 )
 def test_calls_within_text(text: str, parts: list[AnswerPart], size: int) -> None:
     assert parts_of(text, size, IN_TEXT, tools=TOOLS) == parts
+    if not text.startswith("So: {"):  # cut off
+        assert parts_of(text, size, IN_TEXT, tools=TOOLS, in_pieces=True) == parts
 
 
 THINKS = "<|channel|>analysis<|message|>Hm < 3 <|e<|end|><|start|>assistant"
@@ -121,7 +175,8 @@ HM = thought("Hm < 3 <|e")
     ],
 )
 def test_messages_in_channels(text: str, size: int, parts: list[AnswerPart]) -> None:
-    assert parts_of(text, size, HARMONY, tools=TOOLS) == parts
+    for in_pieces in (False, True):
+        assert parts_of(text, size, HARMONY, tools=TOOLS, in_pieces=in_pieces) == parts
 
 
 CUT = CHANNEL.index("sea")

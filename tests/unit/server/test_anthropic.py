@@ -296,7 +296,10 @@ def test_by_anthropics_own_package(served: Serving) -> None:
     asked: Any = {"model": MODEL, "max_tokens": 200, "messages": [said], "tools": [LOOK]}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
         collected = stream.get_final_message()
+    assert "".join(pieces) == '{"at": "sea"}'
+    assert len(pieces) > 5  # a token is a character here
     for message in (whole, collected):
         assert message.stop_reason == "tool_use"
         assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.common.http_listener import POLICY
 from shardmlx.server import streaming
-from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.body_reader import LONG_BODY_BYTES
 from shardmlx.server.request_queue import Delta
 from tests.helpers.http_serving import (

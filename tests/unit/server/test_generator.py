@@ -22,7 +22,8 @@ from shardmlx.common.http_listener import bind
 from shardmlx.config.serve import LINE
 from shardmlx.errors import Stopped
 from shardmlx.server import answer_parser
-from shardmlx.server.answer_parser import AnswerSyntax, Reading, UnreadText
+from shardmlx.server.answer_parser import AnswerSyntax
+from shardmlx.server.answer_parts import Reading, UnreadText
 from shardmlx.server.run import run
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.answer_parser import AnswerParser, AnswerPart
+from shardmlx.server.answer_parser import AnswerParser
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError

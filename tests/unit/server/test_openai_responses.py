@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.chat_request import ApiRequest
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.request_queue import Delta, GenerationRequest

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.answer_parts import AnswerPart
 from shardmlx.server.request_queue import (
     MOST_TOGETHER,
     Delta,

@@ -157,15 +157,42 @@ def test_a_stream_has_no_empty_text(client: openai.OpenAI) -> None:
     assert "".join(tokens) == CALLS[:-1]
 
 
-def test_each_call_is_streamed_whole(client: openai.OpenAI) -> None:
+def test_arguments_of_calls_are_streamed_in_pieces(client: openai.OpenAI) -> None:
     chunks = [each.choices[0] for each in ask(client, CALLS, tools=[LOOK], stream=True)]
     calls = [call for each in chunks for call in each.delta.tool_calls or []]
-    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
-        (0, "look", '{"at": "sea"}'),
-        (1, "look", '{"at": "sky"}'),
+    begun = [call for call in calls if call.id]
+    assert [(call.index, call.type, call.function.name) for call in begun] == [
+        (0, "function", "look"),
+        (1, "function", "look"),
     ]
-    assert len({call.id for call in calls}) == 2
+    assert len({call.id for call in begun}) == 2
+    pieces = [[call.function.arguments for call in calls if call.index == at] for at in (0, 1)]
+    assert ["".join(each) for each in pieces] == ['{"at": "sea"}', '{"at": "sky"}']
+    assert min(map(len, pieces)) > 5  # a token is a character here
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_openais_own_helper_puts_the_pieces_together(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": CALLS}]
+    told = []
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=[LOOK]) as stream:
+        for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                told.append(event.arguments_delta)
+        (choice,) = stream.get_final_completion().choices
+    arguments = [call.function.arguments for call in choice.message.tool_calls]
+    assert arguments == ['{"at": "sea"}', '{"at": "sky"}']
+    assert "".join(told) == "".join(arguments)
+
+
+def test_a_stream_keeps_a_call_that_is_cut_off(client: openai.OpenAI) -> None:
+    """It has begun, and its reason says that it has no end, as with OpenAI."""
+    length = CALLS.index('ea"}')
+    chunks = ask(client, CALLS, tools=[LOOK], stream=True, max_tokens=length)
+    choices = [each.choices[0] for each in chunks]
+    calls = [call for each in choices for call in each.delta.tool_calls or []]
+    assert "".join(call.function.arguments for call in calls) == '{"at": "s'
+    assert choices[-1].finish_reason == "length"
 
 
 def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
