@@ -130,7 +130,7 @@ OBJECT = re.compile(
 """A call between marks up to its arguments, the first one or a further one of a list."""
 
 REST = " \n\t}],"
-"""What may follow the arguments of the last call."""
+"""Characters that may follow the arguments of the last call."""
 
 
 def _calls_in_pieces(
