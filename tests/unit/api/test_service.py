@@ -85,7 +85,10 @@ def test_clients_on_threads_have_the_curves_that_each_would_have_alone(small: Pa
     assert [first, second] == alone
 
 
-def test_samples_of_a_snapshot_have_the_log_probabilities_of_forward(small: Path) -> None:
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"data_parallel": 2})])
+def test_samples_of_a_snapshot_have_the_log_probabilities_of_forward(
+    ranks: int, options: dict[str, Any], small: Path
+) -> None:
     """While another model trains; the snapshot does not move with the model that it is of."""
     prompt = [5, 6, 7, 8]
 
@@ -117,8 +120,28 @@ def test_samples_of_a_snapshot_have_the_log_probabilities_of_forward(small: Path
             client.sample(prompt, snapshot).result()
         return found
 
-    for sampled, trained in on_ranks(2, small, work):
+    for sampled, trained in on_ranks(ranks, small, work, **options):
         np.testing.assert_allclose(sampled, trained, atol=1e-4)
+
+
+def test_ranks_with_several_stages_train_and_name_the_schedule_when_asked_to_sample(
+    small: Path,
+) -> None:
+    def work(client: TrainClient) -> list[UserError]:
+        model = client.create_model(rank=4)
+        learn(model, range(1))
+        errors = []
+        for call in (model.snapshot, lambda: client.sample([1, 2]).result()):
+            with pytest.raises(UserError) as found:
+                call()
+            errors.append(found.value)
+        learn(model, range(1, 2))
+        return errors
+
+    of_snapshot, of_sample = on_ranks(2, small, work, schedule="zb-v")
+    assert "zb-v" in of_snapshot.problem
+    assert "--schedule 1f1b" in of_snapshot.remedy
+    assert "schedule" in of_sample.remedy
 
 
 def test_a_state_becomes_a_snapshot_without_a_model(small: Path, tmp_path: Path) -> None:
