@@ -213,9 +213,7 @@ def _notes(options: PlanOptions, given: Given) -> list[str]:
             "shardmlx train --dry-run plans by the rows"
         )
     if run.epochs is not None:
-        notes.append(
-            f"--epochs {run.epochs:g}: how many steps these are is known by the rows alone"
-        )
+        notes.append(f"--epochs {run.epochs:g}: its steps follow from the rows, which are not read")
     if run.island is not None:
         notes.append(
             f"--island {run.island} is not asked: the copies of weights that its terms want are "
