@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from functools import partial
 from tempfile import NamedTemporaryFile
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from shardmlx.errors import refusing
+from shardmlx.islands.client import Hub
 from shardmlx.islands.protocol import Refusal
 from shardmlx.islands.secure_sums import Member, on_grid, write_masked
-
-if TYPE_CHECKING:
-    from shardmlx.islands.client import Hub
 
 SECONDS_TO_LOOK = 0.2
 """Seconds between two looks at what the others have sent."""

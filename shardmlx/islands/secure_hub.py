@@ -10,26 +10,26 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from shardmlx.islands.hub_options import HubOptions
 from shardmlx.islands.protocol import Refusal
 from shardmlx.islands.secure_sums import Mask, joined, key_of, pair_mask, read_sum, threshold
 from shardmlx.islands.store import Differences, FragmentStore, Report
 
-if TYPE_CHECKING:
-    from shardmlx.islands.rounds import Rounds
-
 KEYS, SHARES, NUMBERS, REVEAL, OVER = PHASES = ("keys", "shares", "numbers", "reveal", "over")
-"""What the members send, one after the other."""
+"""Phases of a sum, by what the members send in each."""
 
 
 @dataclass
 class SecureSum:
-    """One try to sum the differences of several islands, which has begun at ``since``. What a
-    member sends in a phase is in ``sent``; of numbers the file that has them. Who sends nothing
-    drops out; without enough members the try is over, with a ``problem``."""
+    """A try to sum the differences of several islands, begun at ``since``.
+
+    ``sent`` has for each phase the messages of the members, or the files with their numbers. A
+    member that sends nothing drops out; without enough members the try is over, with a ``problem``.
+    """
 
     since: float
     id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -130,7 +130,7 @@ class SecureSum:
                 found.append((-1, joined(shares)))
                 continue
             key = key_of(shares, keys[name][1])
-            # What the lost one would have added cancels out what the others have.
+            # The masks of the lost one would have cancelled out those of the others.
             found += [pair_mask(name, key, each, keys[each][1]) for each in self.sent[NUMBERS]]
         return found
 
@@ -141,10 +141,32 @@ class SecureSum:
         return self.sent[PHASES[PHASES.index(self.phase) - 1]]
 
 
+class HubRounds(Protocol):
+    """The rounds of a hub, as far as secure sums need them (``rounds.Rounds``)."""
+
+    options: HubOptions
+
+    @property
+    def ended(self) -> bool:
+        """True once the run has ended."""
+
+    def fragment(self, number: int) -> FragmentStore:
+        """Return a fragment by its number."""
+
+    def check(self, report: Report, number: int) -> None:
+        """Raise ``Refusal`` for a report that cannot count."""
+
+    def present(self) -> list[str]:
+        """Return the names of islands that train."""
+
+    def awake(self) -> None:
+        """Let the thread that closes rounds look again."""
+
+
 class SecureRounds:
     """The sum that is under way, in a hub of one fragment. Any thread may call a method."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: HubRounds) -> None:
         self._rounds = rounds
         self._lock = threading.Lock()
         self._sum: SecureSum | None = None

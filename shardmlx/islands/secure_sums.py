@@ -7,9 +7,9 @@ b of its own. It sends its numbers x, whole multiples of ``GRID``, modulo 2**64:
 
     y_u = x_u + mask(b_u) + the sum of mask(s_uv) for v > u - the sum of mask(s_uv) for v < u
 
-Of its key and its own seed it gives each other member a share, which only that one can read. Of a
-member that has sent y_u the others then tell the hub their shares of b_u, and of one that has not
-those of its key: never both. More than half of the members are needed for either.
+It gives each other member a share of its key and of its own seed, which only that one can read. If
+u has sent y_u, the others then tell the hub their shares of b_u; if it has not, those of its key:
+never both. More than half of the members are needed for either.
 """
 
 from __future__ import annotations
