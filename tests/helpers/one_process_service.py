@@ -29,6 +29,7 @@ from shardmlx.api.requests import (
     DropSnapshot,
     ForwardBackward,
     LoadState,
+    LoopEnded,
     LoraOptions,
     LossResult,
     LossRow,
@@ -153,6 +154,12 @@ class OneProcessService:
         self._waiting.put(None)
         self._thread.join()
 
+    def fail(self, reason: str) -> None:
+        """Fail what waits, as a service does that has lost a rank."""
+        for future in self.submitted:
+            if not future.done():
+                future.set_exception(LoopEnded(reason))
+
     def states(self) -> Sequence[SavedState]:
         found = []
         for path in self.directory.rglob("state.json"):
@@ -185,7 +192,7 @@ class OneProcessService:
         while (item := self._waiting.get()) is not None:
             request, future = item
             self.holds.wait()
-            if not future.set_running_or_notify_cancel():
+            if future.done() or not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(works[type(request)](request))

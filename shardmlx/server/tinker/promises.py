@@ -12,6 +12,7 @@ from typing import Any
 
 from tinker.types import RequestErrorCategory
 
+from shardmlx.api.requests import LoopEnded
 from shardmlx.errors import UserError, one_line
 from shardmlx.server.tinker.answers import Answer, failure
 
@@ -120,9 +121,11 @@ class Promises:
             answer = failure(str(error), RequestErrorCategory.User)
         except asyncio.CancelledError:
             answer = failure("the client cancelled it", RequestErrorCategory.User)
+        except LoopEnded as error:
+            said = f"{one_line(error)}: go on from the last saved state"
+            answer = failure(said, RequestErrorCategory.Server)
         except Exception as error:
-            if getattr(error, "status", None) is None:
-                traceback.print_exc()
+            traceback.print_exc()
             answer = failure(one_line(error), RequestErrorCategory.Server)
         self._end(promise, answer)
         on_end(promise)

@@ -218,3 +218,20 @@ def test_tokens_beyond_the_vocabulary_fail_alone(trained: tinker.TrainingClient)
         bad.result()
     assert caught.value.category is types.RequestErrorCategory.User
     assert len(good.result().loss_fn_outputs) == len(ROWS)
+
+
+def test_what_waits_when_a_rank_is_lost_is_told_so(
+    trained: tinker.TrainingClient, served: TinkerServing
+) -> None:
+    submitted = served.service.submitted
+    before = len(submitted)
+    served.service.holds.clear()
+    try:
+        pending = trained.forward(ROWS, "cross_entropy")
+        served.until(lambda: len(submitted) == before + 1)
+        served.service.fail("rank 1 died")
+        with pytest.raises(tinker.RequestFailedError, match="rank 1 died: go on from") as caught:
+            pending.result()
+    finally:
+        served.service.holds.set()
+    assert caught.value.category is types.RequestErrorCategory.Server
