@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO
 
 import shardmlx
 from shardmlx.common.reporter import check_writable
-from shardmlx.errors import file_access
+from shardmlx.errors import UserError, file_access
 
 STDOUT = "-"
 """The name of a file that means stdout."""
@@ -53,13 +53,22 @@ class JsonOutput:
     While it is open, stdout is for the JSON alone if that goes there, and words go to stderr.
     """
 
-    def __init__(self, target: str | None, command: str) -> None:
-        """Raises ``UserError`` if the file cannot be written, whose content stays unchanged."""
+    def __init__(
+        self, target: str | None, command: str, beside: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Raises ``UserError`` if the file cannot be written, whose content stays unchanged, or is
+        one that the command writes ``beside`` it, by their options."""
         self._target = target
         self._command = command
         self._stdout: TextIO | None = None
-        if target not in (None, STDOUT):
-            check_writable(Path(str(target)), "--json")
+        if target in (None, STDOUT):
+            return
+        path = Path(str(target))
+        for flag, other in (beside or {}).items():
+            if other is not None and path.resolve() == Path(other).resolve():
+                problem = f"--json {target} is the file of {flag}, too"
+                raise UserError(problem, "give each a file of its own")
+        check_writable(path, "--json")
 
     def __enter__(self) -> Self:
         if self._target == STDOUT:

@@ -56,7 +56,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
 
 def _evaluate(config: EvaluateConfig, blas: Blas, crew: Crew[EvaluationWorker]) -> None:
     """Evaluate, on rank 0, and write JSON if it is asked for."""
-    with JsonOutput(config.json, EVALUATE.command) as output:
+    with JsonOutput(config.json, EVALUATE.command, {"--output": config.output}) as output:
         results, ranks = _evaluated(config, blas, crew)
         asked = {
             "model": config.source.model,

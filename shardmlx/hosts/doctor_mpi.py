@@ -71,7 +71,8 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
 def _examine(config: DoctorConfig, crew: Crew[DoctorWorker]) -> None:
     """Examine, show and write. On rank 0."""
     known = _machines(config)
-    output = JsonOutput(config.json, LINE.command)
+    written = {"--write-hostfile": config.write_hostfile}
+    output = JsonOutput(config.json, LINE.command, written)
     crew.all(DoctorWorker.use_device, config.device)
     examination = examine(crew, config.seconds, self_test=config.self_test)
     with output:

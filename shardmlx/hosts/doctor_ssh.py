@@ -102,7 +102,8 @@ def run(words: Sequence[str]) -> int | None:
 
 def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
-    output = JsonOutput(options.json, LINE.command)
+    written = {"--write-hostfile": options.write_hostfile}
+    output = JsonOutput(options.json, LINE.command, written)
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
     mpirun, findings = _own_mpirun(options.python)

@@ -143,7 +143,7 @@ def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
     _check(options, given)
-    with JsonOutput(options.json, LINE.command) as output:
+    with JsonOutput(options.json, LINE.command, {"-o": options.output}) as output:
         report = _planned(options, given)
         print(text(report))
         if options.timeline:

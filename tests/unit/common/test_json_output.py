@@ -86,6 +86,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
     assert caught.value.problem == f"cannot write --json {tmp_path}: Is a directory"
 
 
+def test_a_file_that_the_command_writes_beside_it_is_refused(tmp_path: Path) -> None:
+    """By whatever path: one of them would be lost."""
+    same = tmp_path / "x" / ".." / "map.yaml"
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UserError) as caught:
+        JsonOutput(str(same), "look", {"-o": str(tmp_path / "map.yaml")})
+    assert str(caught.value) == f"--json {same} is the file of -o, too: give each a file of its own"
+    JsonOutput(str(same), "look", {"-o": str(tmp_path / "other"), "--output": None})
+
+
 def test_an_error_leaves_the_file_as_it_was_and_gives_stdout_back(tmp_path: Path) -> None:
     target = tmp_path / "found.json"
     target.write_text("before")
