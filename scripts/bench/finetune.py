@@ -116,6 +116,7 @@ def lora_contenders(bench: Bench) -> Iterator[Contender]:
     if bench.wants(STAGES):
         profile = measured_profile(bench, model, common)
         divided: dict[str, Any] = {"partitioner": "balanced", "micro_batch_size": 1}
+        divided["pipeline_stages"] = 2
         divided["profile"] = profile
         for schedule in ["1f1b"] if bench.quick else bench.options.schedules.split(","):
             yield ours(f"{STAGES}, {schedule}", 2, schedule=schedule, **divided)
@@ -205,7 +206,7 @@ def long_contenders(bench: Bench, length: int, model: Path, data: Path) -> Itera
         "model": str(model), "data": str(data), "fine_tune_type": "full", "optimizer": "adamw",
         "max_seq_length": length + 1,
     }  # fmt: skip
-    own = {**common, "num_layers": -1, "schedule": "1f1b"}
+    own = {**common, "num_layers": -1, "schedule": "1f1b", "pipeline_stages": RANKS}
     own |= {"batch_size": RANKS, "micro_batch_size": 1}
     for name, how in bench.chosen(WAYS).items():
         yield training(bench, name, {**own, **how})

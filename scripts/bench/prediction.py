@@ -97,7 +97,8 @@ def measure(
     window: int = WINDOW,
 ) -> Result:
     """Return what a run took, and what it predicted of itself."""
-    how = {"schedule": schedule, "iters": steps, "steps_per_report": window, "val_batches": 0}
+    how: dict[str, object] = {"schedule": schedule, "pipeline_stages": 2, "val_batches": 0}
+    how |= {"iters": steps, "steps_per_report": window}
     told = trained(bench, "run", {**work.options, **how, **options})
     seconds = [event["step_seconds"] for event in of_kind(told, "train")]
     summary = told[-1]
