@@ -198,7 +198,8 @@ def islands(bench: Bench) -> None:
     machine does. A round is one of the hub's. Two hours of CPU time, 12 GB of memory, 8 GB of disk.
     """
     given = bench.options
-    course = Course(1, 1, 1) if bench.quick else Course(given.warm_up, given.steps, bench.rounds)
+    # Islands that are ahead do not end before the others have joined.
+    course = Course(1, 100, 2) if bench.quick else Course(given.warm_up, given.steps, bench.rounds)
     directory = bench.directory
     write_data(directory)
     model, losses = directory / "model", dict[str, list[float]]()

@@ -103,7 +103,8 @@ def show_exposed(bench: Bench, work: Work) -> None:
     message = size(4 * work.rows * work.length * work.changes["hidden_size"])
     flags = {
         **FULL, "model": model, "data": data, "batch_size": rows, "micro_batch_size": work.rows,
-        "pipeline_stages": 2, "max_seq_length": work.length + 1, "iters": 2 * work.steps, "steps_per_report": work.steps,
+        "pipeline_stages": 2, "max_seq_length": work.length + 1, "iters": 2 * work.steps,
+        "steps_per_report": work.steps,
     }  # fmt: skip
     lines = []
     for over, settings in OVER.items():
