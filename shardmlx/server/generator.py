@@ -123,6 +123,11 @@ class PipelineGenerator:
         return deltas
 
 
+def key_of(config: ServeConfig) -> str | None:
+    """Return the key that requests need, if they need one."""
+    return config.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
 Generate = Callable[[RequestQueue, Callable[[], None]], None]
 """Function that generates what a queue asks for until it is closed; it calls the other argument,
 which looks for signals, between any two steps."""
@@ -158,10 +163,6 @@ class RequestServer:
         self.stopped_by: int | None = None
         """The signal that asked it to stop, if one did."""
 
-    def is_local(self, listeners: Sequence[socket]) -> bool:
-        """Tell whether clients of this machine alone can ask."""
-        return trusted_hosts(listeners[0]) is not None
-
     def run(
         self,
         listeners: Sequence[socket],
@@ -171,7 +172,7 @@ class RequestServer:
         """Serve until a signal comes, or the ranks or the HTTP server fail, which is raised."""
         config = self.config
         queue = self._queue
-        key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+        key = key_of(config)
         names = self.names
         served = ServedModel(
             names=names,
@@ -199,7 +200,7 @@ class RequestServer:
         server = HttpServer(
             app, *listeners, no_http=NO_HTTP, access_log=config.access_log, on_end=self._http_ended
         )
-        if not self.is_local(listeners) and key is None:
+        if trusted_hosts(listeners[0]) is None and key is None:
             self.reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"

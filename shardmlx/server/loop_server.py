@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from socket import socket
@@ -11,9 +11,9 @@ from shardmlx.api.service import TrainService
 from shardmlx.api.setup import prepare, serve_loop
 from shardmlx.api.worker import LoopWorker
 from shardmlx.common.environment import Blas
-from shardmlx.common.http_listener import bind_both
+from shardmlx.common.http_listener import bind_both, trusted_hosts
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.serve import ServeConfig
+from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -32,6 +32,7 @@ def run_loop(config: ServeConfig, transport: Transport, reporter: Reporter, blas
 def _serve(config: ServeConfig, blas: Blas, crew: Crew[LoopWorker]) -> None:
     crew.worker.reporter.say(str(blas))
     listeners = bind_both(config.host, config.port)
+    _check_key(config, listeners)
     prepare(config.loop_spec, crew)
     encoder = encoder_of(config, crew.worker.opened)
     service = serve_loop(config.loop_spec, crew, encoder.tokenizer)
@@ -41,12 +42,21 @@ def _serve(config: ServeConfig, blas: Blas, crew: Crew[LoopWorker]) -> None:
         service.end()
 
 
+def _check_key(config: ServeConfig, listeners: Sequence[socket]) -> None:
+    """Raise ``UserError`` if other machines could train without a key."""
+    from shardmlx.server.generator import key_of
+
+    if trusted_hosts(listeners[0]) is None and key_of(config) is None:
+        problem = f"--train at --host {config.host} without a key: whoever reaches it could train"
+        raise UserError(problem, f"set --api-key or ${KEY_VARIABLE}, or leave --host out")
+
+
 def _answer(
     config: ServeConfig,
     crew: Crew[LoopWorker],
     encoder: PromptEncoder,
     service: TrainService,
-    listeners: list[socket],
+    listeners: Sequence[socket],
 ) -> None:
     from shardmlx.server.generator import RequestServer
     from shardmlx.server.loop_generator import LoopGenerator
@@ -75,7 +85,7 @@ def _answer(
         most_tokens=sampler.context,
         max_body_bytes=config.max_body,
         reporter=reporter,
-        tokenizer=config.source.model if server.is_local(listeners) else None,
+        tokenizer=None if trusted_hosts(listeners[0]) is None else config.source.model,
     )
 
     def generate(queue: RequestQueue, check_signals: Callable[[], None]) -> None:
