@@ -15,7 +15,7 @@ TEXT
         ;;
 esac
 
-source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" serve train-api
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" train-api
 
 MODEL=.cache/smollm2-135m-instruct
 RECIPES=.cache/recipes

@@ -17,7 +17,7 @@ TEXT
     exit 0
 fi
 
-source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" dev,demo,tokenizer,serve,evaluate,services
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh" dev,demo,tokenizer,serve,train-api,evaluate,services
 
 # Installs what some tests need, and are skipped without: TESTS PROGRAM PACKAGE...
 install_for() {
