@@ -4,7 +4,7 @@ same layers."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -46,12 +46,11 @@ class Adapters:
         for sequence in sequences:
             self._of_sequences.pop(sequence, None)
 
-    @contextmanager
-    def of(self, sequences: Collection[int]) -> Iterator[Slice]:
+    def of(self, sequences: Collection[int]) -> AbstractContextManager[Slice]:
         """Give the layers for sequences of one adapter, with its weights while a block builds
         their graph."""
-        with self._holding(self._of_sequences.get(next(iter(sequences)))) as part:
-            yield part
+        adapter = self._of_sequences.get(next(iter(sequences)))
+        return nullcontext(self.part) if adapter is None else self._holding(adapter)
 
     @contextmanager
     def computing(self, number: int) -> Iterator[Slice]:
