@@ -123,7 +123,7 @@ class Slice:
         self._layer_prefix = f"{parts.layers_path}."
         self._embedding_prefix = f"{parts.embedding_path}."
         self._head_prefixes = tuple(f"{path}." for path in head)
-        # By the number of their layer in keys: -1 is the embedding, and the last one the head.
+        # Each has the number of its layer in keys: -1 is the embedding, ``stop`` the head.
         self._dropouts: dict[int, list[KeyedDropout]] = {
             -1: key_every_dropout(parts.embedding),
             **{i: key_every_dropout(layer) for i, layer in enumerate(decoder.layers, start)},

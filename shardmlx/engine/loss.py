@@ -112,26 +112,30 @@ class Head:
             self._losses(piece, how)
             for _, piece, how in self._pieces(given, self._first_factors(given))
         ]
-        return self._result(losses, given.microbatch)
+        result = self._result(losses, given.microbatch)
+        mx.eval(result)
+        return result
 
     def result_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array, HeadInput]:
         """Compute the result, the gradient of the batch's loss for the states, and the input of
         ``add_gradients``."""
         order, steep = _order(given.microbatch)
-        losses = []
+        losses: list[mx.array] = []
         rows, length, width = given.states.shape
         gradients = [mx.zeros((0, width), given.states.dtype)]
         factors = self._first_factors(given)
         weights = self._weights
         for start, piece, how in self._pieces(given, factors):
+            if losses:  # the last piece is evaluated with the result, in one wait
+                mx.eval(losses[-1], gradients[-1])
             if start >= steep:
                 losses.append(self._losses(piece, how))
                 continue
             of_piece, gradient = self._loss_of(piece, weights, **how)
-            mx.eval(of_piece, gradient)
             losses.append(of_piece)
             gradients.append(gradient)
         result = self._result(losses, given.microbatch)
+        mx.eval(result, gradients[-1])
         counted = mx.concatenate(gradients)[: len(order)]
         order = order[: len(counted)]
         later = self._later_factors(result, given)
@@ -200,7 +204,6 @@ class Head:
             else:
                 sums = sums.at[mx.array(answers[start:stop])].add(mine)
             start = stop
-        mx.eval(sums)
         return sums if self._objective is None else -sums
 
     def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:

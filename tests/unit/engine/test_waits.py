@@ -44,11 +44,11 @@ def at_most(waits: list[int], most: int) -> Iterator[None]:
     assert 0 < waits[0] - before <= most
 
 
-def a_step(model: nn.Module, waits: list[int], *, recompute: str, step: int, update: int) -> None:
+def a_step(model: nn.Module, waits: list[int], savings: Savings, *, step: int, update: int) -> None:
     plan = Layout("1f1b", 1).plan(len(model.layers), MICROBATCHES)
 
     def work(transport: LocalTransport) -> None:
-        engine = engine_of(transport, plan, model, savings=Savings(recompute=recompute))
+        engine = engine_of(transport, plan, model, savings=savings)
         stages = list(engine.stages.values())
         updater = Updater(build_optimizer(FineTune(optimizer="adamw")), stages, engine.shards)
         for _ in range(2):
@@ -67,7 +67,14 @@ def test_adapters_wait_once_for_each_forward_and_backward_and_twice_for_the_upda
     waits: list[int], layers: int, recompute: str
 ) -> None:
     model = with_adapters(tiny_model(layers=layers))
-    a_step(model, waits, recompute=recompute, step=2 * MICROBATCHES, update=2)
+    a_step(model, waits, Savings(recompute=recompute), step=2 * MICROBATCHES, update=2)
+
+
+def test_a_loss_in_pieces_waits_once_for_each_piece(waits: list[int]) -> None:
+    """The sum of the losses is ready with the last piece: here the only one."""
+    savings = Savings(loss_chunk=10_000, counted_only=True)
+    model = with_adapters(tiny_model(layers=2))
+    a_step(model, waits, savings, step=3 * MICROBATCHES, update=2)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
