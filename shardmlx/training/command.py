@@ -107,7 +107,7 @@ def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Rep
     """Check everything, then load the run on all ranks. On rank 0. Raises ``UserError``."""
     open_for_training(config, crew, reporter)
     planned = plan_run(config, crew, reporter)
-    warn_of(planned.config, reporter)
+    warn_of(planned.config, planned.job.mesh.dp, reporter)
     load_run(crew, planned, reporter)
 
 
@@ -118,7 +118,7 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
         planned = plan_run(config, crew, reporter)
         for each in (planned.data.train, planned.data.valid, planned.data.test):
             look_at_all(each, reporter)
-        warn_of(planned.config, reporter)
+        warn_of(planned.config, planned.job.mesh.dp, reporter)
     else:
         planned = plan_sweep(config, crew, reporter).whole
     show_ranks(planned.job, crew.transport.hosts, reporter, {})

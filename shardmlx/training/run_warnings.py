@@ -20,17 +20,32 @@ _FALLS: Mapping[str, int] = {"cosine_decay": 1, "linear_schedule": 2}
 """The place, among a schedule's arguments, of the updates over which the rate falls or rises."""
 
 
-def warn_of(config: TrainConfig, reporter: Reporter) -> None:
-    """Print the warnings about a run. On rank 0, which has its files."""
-    for text in warnings_of(config):
+def warn_of(config: TrainConfig, replicas: int, reporter: Reporter) -> None:
+    """Print the warnings about a run of so many replicas. On rank 0, which has its files."""
+    for text in warnings_of(config, replicas):
         reporter.warn(text)
 
 
-def warnings_of(config: TrainConfig) -> list[str]:
-    """Return the warnings about a run whose files this machine has."""
+def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
+    """Return the warnings about a run of so many replicas, whose files this machine has."""
     if not config.tune.train:
         return [*_of_test(config)]
-    return [*_of_adapters(config), *_of_steps(config), *_of_schedule(config), *_of_start(config)]
+    return [
+        *_of_adapters(config),
+        *_of_steps(config),
+        *_of_schedule(config),
+        *_of_start(config),
+        *_of_replicas(config, replicas),
+    ]
+
+
+def _of_replicas(config: TrainConfig, replicas: int) -> Iterator[str]:
+    """Yield the options that were given and do nothing without several replicas."""
+    if replicas > 1:
+        return
+    for name, value in (("zero", config.tune.zero), ("replica-rows", config.batch.replica_rows)):
+        if value:
+            yield f"--{name} {value} does nothing: this run has one replica"
 
 
 def _of_adapters(config: TrainConfig) -> Iterator[str]:

@@ -90,7 +90,7 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
         build_optimizer(tune)
         crew.all(TrainWorker.build, tune, each.config.seed)
     for name, each in sweep.runs.items():
-        warn_of(each.config, reporter.of_run(name, None))
+        warn_of(each.config, each.job.mesh.dp, reporter.of_run(name, None))
         crew.all(TrainWorker.build, each.job.trained.way.fine_tune, each.config.seed)
         load_run(crew, each, reporter, name)
 

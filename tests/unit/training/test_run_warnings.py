@@ -14,9 +14,10 @@ from shardmlx.training.run_warnings import warnings_of
 RATE = 1e-5
 
 
-def warned(**options: Any) -> str:
+def warned(replicas: int = 1, **options: Any) -> str:
     """Return the only warning of a run with these options, "" for none."""
-    found = warnings_of(TrainConfig.from_flat(**{"train": True, "iters": 100, **options}))
+    config = TrainConfig.from_flat(**{"train": True, "iters": 100, **options})
+    found = warnings_of(config, replicas)
     assert len(found) <= 1
     return found[0] if found else ""
 
@@ -123,6 +124,18 @@ def test_a_test_alone_says_which_adapters_it_tests() -> None:
     tested = TrainConfig.from_flat(
         test=True, resume_adapter_file="start.safetensors", adapter_path="trained"
     )
-    (text,) = warnings_of(tested)
+    (text,) = warnings_of(tested, replicas=1)
     assert "start.safetensors" in text
     assert "trained" in text
+
+
+@pytest.mark.parametrize(("option", "value"), [("zero", 1), ("zero", 3), ("replica_rows", "5,3")])
+def test_what_only_replicas_use_is_named_where_there_is_one(option: str, value: Any) -> None:
+    options = {"fine_tune_type": "full", "batch_size": 8, option: value}
+    assert f"--{option.replace('_', '-')} {value} " in warned(**options)
+    assert warned(replicas=2, **options) == ""
+
+
+def test_what_nobody_asked_for_is_not_named() -> None:
+    assert warned(zero=0) == ""
+    assert warned(fine_tune_type="full") == ""
