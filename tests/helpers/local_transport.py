@@ -6,14 +6,14 @@ import atexit
 import functools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from shardmlx.distributed.messages import Array, Handle, buffer_of
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.transport import Activity, Transport
 
 T = TypeVar("T")
 
@@ -24,6 +24,7 @@ class LocalTransport(Transport):
     def __init__(self, network: LocalNetwork, rank: int) -> None:
         super().__init__(rank, ("localhost",) * network.size, network.timeout)
         self._network = network
+        self.activity = network.activity_of(self.name(rank))
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         return self._network.post((self.rank, peer, tag), Handle(array), is_send=True)
@@ -52,6 +53,10 @@ class LocalNetwork:
         self._changed = threading.Condition()
         self._sends: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int, int], deque[Handle]] = defaultdict(deque)
+
+    def activity_of(self, name: str) -> Activity:
+        """Return the activity of the rank of that name."""
+        return Activity(name)
 
     def post(self, key: tuple[int, int, int], handle: Handle, is_send: bool) -> Handle:
         """Match a send with a receive, in order; the later of the two copies."""
@@ -115,11 +120,15 @@ class LocalNetwork:
                 self.abort()
 
         done = [_worker().start(functools.partial(body, rank)) for rank in range(self.size)]
-        for event in done:
-            event.wait()
+        self._attend(done)
         if errors:
             raise errors[0]
         return results
+
+    def _attend(self, ended: Sequence[threading.Event]) -> None:
+        """Return once all ranks have ended."""
+        for event in ended:
+            event.wait()
 
 
 def alone(work: Callable[[LocalTransport], T]) -> T:
