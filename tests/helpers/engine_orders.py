@@ -87,7 +87,7 @@ CELLS = [
         Cell(Layout(name, pp, virtual, dp), microbatches)
         for name, choices in STAGES.items()
         for virtual in choices
-        for pp, dp, microbatches in ((2, 1, 4), (3, 1, 5), (2, 2, 3))
+        for pp, dp, microbatches in ((2, 1, 4), (3, 1, 4), (2, 2, 3))
     ),
     *(
         Cell(Layout(name, 2, STAGES[name][0], dp), 3, tied=True)

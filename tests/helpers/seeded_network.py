@@ -260,7 +260,13 @@ class SeededNetwork(LocalNetwork):
             if link.buffered < len(link.sends):
                 yield _Choice(link.weight * SLOW, f"buffer {key}", link.buffer)
             if link.sends and link.receives:
-                yield _Choice(link.weight, f"deliver {key}", partial(link.deliver, key))
+                yield _Choice(link.weight, f"deliver {key}", partial(self._deliver, key))
+
+    def _deliver(self, key: Key) -> None:
+        link = self._links[key]
+        link.deliver(key)
+        if not link.sends and not link.receives:
+            del self._links[key]
 
     def _go_on(self, member: _Member) -> None:
         self._runs = member.name
