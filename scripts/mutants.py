@@ -63,6 +63,9 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 DROPPED = (ast.AugAssign, ast.Break, ast.Continue, ast.Delete, ast.Expr, ast.Raise, ast.Return)
 
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Options of pytest, which would warn of plugins' modules that are imported already."""
+
 BLOCKS = ("body", "orelse")
 
 Mutant = tuple[int, str, str]
@@ -187,7 +190,7 @@ def survives(path: Path, source: str, tests: Sequence[str], seconds: int) -> boo
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
             sys.meta_path.insert(0, _Finder(name, path, source))
-            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+            status = int(pytest.main([*OPTIONS, *tests]))
         os._exit(status)
     return os.waitpid(pid, 0)[1] == 0
 
