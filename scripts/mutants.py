@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis.strategies  # noqa: F401 - here, so that no fork takes the time
 import numpy  # noqa: F401
@@ -124,7 +125,7 @@ def _changes(node: ast.AST) -> Iterator[Change]:
         case ast.UnaryOp(op=ast.USub()):
             yield "without the sign", "op", ast.UAdd()
     for field in BLOCKS:
-        block = getattr(node, field, None)
+        block: Any = getattr(node, field, None)
         for place, statement in enumerate(block if isinstance(block, list) else []):
             if _can_be_dropped(statement):
                 what = f"line {statement.lineno} dropped: {ast.unparse(statement)}"

@@ -13,6 +13,7 @@ from shardmlx.inference.commands import (
     Item,
     Keep,
     Prefill,
+    PutBack,
     item_of,
 )
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -226,3 +227,22 @@ def test_chunks_also_end_at_borders() -> None:
         [Prefill(0, 2), Border(0, 9)],
         [Prefill(0, 2)],
     ]
+
+
+def test_no_sequence_gives_way_while_its_token_is_under_way_and_the_stages_hear_of_it() -> None:
+    scheduler = Scheduler(groups=2, most=2, chunk=1000, capacity=1024)
+    for sequence, tokens in enumerate((256, 9)):
+        scheduler.add(sequence, tokens, context=1024)
+    items = [item_in(scheduler.next() or ()) for _ in range(4)]
+    assert [show(item) for item in items] == ["a255", "b8", "A", "B"]
+    scheduler.returned(items[2])  # with 257 tokens it takes more room than two have
+    assert scheduler.next() is None
+    scheduler.returned(items[3])
+    assert scheduler.next() == (PutBack((1,)), Decode((0,), 0))
+
+
+def test_sequences_of_another_adapter_take_turns_in_a_group_of_their_own() -> None:
+    scheduler = Scheduler(groups=1, most=3, chunk=4)
+    for sequence, adapter in enumerate((0, 1, 0)):
+        scheduler.add(sequence, 2, adapter=adapter)
+    assert " ".join(play(scheduler, 7)) == "a1 b1 c1 AC B AC B"
