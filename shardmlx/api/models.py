@@ -85,11 +85,17 @@ class Models:
             )
         saved = None if request.state is None else self._find(request.state)
         lora = request.lora or LoraOptions()
-        self._build(name, lora if saved is None else saved.saved.lora, saved)
-        self._facts[name] = _Facts(lora if saved is None else saved.saved.lora)
+        if saved is not None:
+            lora = saved.saved.lora
+        self._build(name, lora, saved)
         self.crew.all(LoopWorker.start, name)
         if saved is not None:
-            self._take(name, saved, with_optimizer=request.with_optimizer)
+            try:
+                self._take(name, saved, with_optimizer=request.with_optimizer)
+            except UserError:
+                self.crew.all(LoopWorker.unload, name)  # it would take room that nobody can free
+                raise
+        self._facts[name] = _Facts(lora)
         return name
 
     def unload(self, model: str) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from concurrent.futures import Future, InvalidStateError
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -304,7 +304,7 @@ class Sampler:
     def fail(self, error: Exception) -> None:
         """End all requests with an error: nothing is sampled any more."""
         for asked in {id(each): each for each in (*self._asked.values(), *self._to_score)}.values():
-            if not asked.future.done():
+            with suppress(InvalidStateError):
                 asked.future.set_exception(error)
 
     def _check(self, request: SamplePrompt) -> None:
@@ -415,8 +415,10 @@ class Sampler:
 
     def _tell(self, asked: _Asked) -> None:
         """Give a request its result if all of it is there."""
-        if asked.is_done and not asked.future.cancelled():
-            asked.future.set_result(asked.result())
+        if asked.is_done:
+            result = asked.result()
+            with suppress(InvalidStateError):  # its client may cancel it at any moment
+                asked.future.set_result(result)
 
     def _drop_cancelled(self) -> None:
         """Give up the requests that nobody waits for any more."""

@@ -132,6 +132,8 @@ class OneProcessService:
     most_models: int = 100
     holds: threading.Event = field(default_factory=threading.Event)
     """Requests are carried out while it is set."""
+    ends: threading.Event = field(default_factory=threading.Event)
+    """Requests that were carried out are answered while it is set."""
     submitted: list[Future[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,6 +141,7 @@ class OneProcessService:
         self._models: dict[str, Adapter] = {}
         self._snapshots: dict[str, Adapter] = {}
         self.holds.set()
+        self.ends.set()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -151,6 +154,7 @@ class OneProcessService:
     def close(self) -> None:
         """Carry out what waits, and end."""
         self.holds.set()
+        self.ends.set()
         self._waiting.put(None)
         self._thread.join()
 
@@ -195,7 +199,9 @@ class OneProcessService:
             if future.done() or not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(works[type(request)](request))
+                result = works[type(request)](request)
+                self.ends.wait()
+                future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
 
@@ -363,6 +369,8 @@ class OneProcessService:
     # Samples.
 
     def _take(self, request: TakeSnapshot) -> None:
+        if request.snapshot in self._snapshots:
+            raise UserError(f"there is a snapshot {request.snapshot}")
         if len(self._snapshots) == MOST_SNAPSHOTS:
             raise NoRoom(f"there are {MOST_SNAPSHOTS} snapshots", "drop one")
         if request.model is not None:

@@ -181,6 +181,10 @@ class Desk:
             try:
                 await self.submit(request)
                 return
+            except asyncio.CancelledError:
+                # The ranks may have begun already; then there is a model that nobody knows of.
+                ignore_result(self.submit(UnloadModel(request.name)))
+                raise
             except NoRoom:
                 silent = self.registry.most_silent(session)
                 seconds = 0.0 if silent is None else time.monotonic() - silent.heard
@@ -194,8 +198,12 @@ class Desk:
     # Snapshots.
 
     async def take(self, request: TakeSnapshot) -> None:
-        """Take a snapshot, in the place of those that nobody has used for long if need be. Raises
+        """Take a snapshot, in the place of those that nobody has used for long if need be. It is
+        taken even if its client no longer waits for it: the ranks may have begun. Raises
         ``NoRoom``."""
+        await asyncio.shield(self._take(request))
+
+    async def _take(self, request: TakeSnapshot) -> None:
         for attempt in itertools.count():
             try:
                 await self.submit(request)
@@ -215,7 +223,12 @@ class Desk:
             snapshot.is_loaded = True
 
     async def load(self, snapshot: HeldSnapshot) -> None:
-        """Have a snapshot in memory. Raises ``UserError`` if it was forgotten for good."""
+        """Have a snapshot in memory, even if its client no longer waits for it. Raises
+        ``UserError`` if it was forgotten for good."""
+        # Others must not load it too meanwhile: the lock is held until it is there.
+        await asyncio.shield(self._load(snapshot))
+
+    async def _load(self, snapshot: HeldSnapshot) -> None:
         async with snapshot.loading:
             if snapshot.is_loaded:
                 return
@@ -225,7 +238,7 @@ class Desk:
                     "sample from the last few that were saved, or give weights that must stay a "
                     "name: save_weights_for_sampler(name=...)",
                 )
-            await self.take(TakeSnapshot(snapshot.name, state=snapshot.state))
+            await self._take(TakeSnapshot(snapshot.name, state=snapshot.state))
 
     async def _drop(self, snapshot: HeldSnapshot) -> None:
         snapshot.is_loaded = False

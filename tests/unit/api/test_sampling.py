@@ -277,6 +277,25 @@ def test_cancelled_samples_end_and_others_go_on() -> None:
     assert on_ranks(Mesh(1, 2), work) == expected
 
 
+class CancelledAtLast(Future[SampleResult]):
+    """A future whose client cancels it at the last moment."""
+
+    def set_result(self, result: SampleResult) -> None:
+        self.cancel()
+        super().set_result(result)
+
+
+def test_a_sample_may_be_cancelled_while_its_result_is_told() -> None:
+    def work(sampler: Sampler, crew: Crew[Ranks]) -> tuple[bool, int]:
+        gone = CancelledAtLast()
+        sampler.add(SamplePrompt(LONG, max_tokens=2, stop_ids=()), 0, gone)
+        kept = ask(sampler, SamplePrompt(LONG, max_tokens=6, stop_ids=()))
+        finish(sampler)
+        return gone.cancelled(), len(kept.result(0).answers[0].tokens)
+
+    assert on_ranks(Mesh(1, 2), work) == (True, 6)
+
+
 def test_little_room_puts_answers_back_and_changes_none() -> None:
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[list[int]]:
         asked = [

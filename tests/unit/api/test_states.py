@@ -16,6 +16,7 @@ import pytest
 from mlx_lm.utils import load as load_with_adapter
 
 from shardmlx.api.client import TrainClient
+from shardmlx.api.requests import SaveState
 from shardmlx.api.states import StateStore
 from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
@@ -145,6 +146,22 @@ def test_what_cannot_be_loaded_is_refused_by_name(
     assert "another LoRA" in other_rank
     assert "'b'" in unknown
     assert "another base" in on_ranks(1, small_tied, of_another, state_dir=directory)
+
+
+def test_a_model_of_a_state_that_cannot_be_loaded_takes_no_room(
+    small: Path, tmp_path: Path
+) -> None:
+    def work(client: TrainClient) -> str:
+        model = client.create_model(rank=4)
+        service = client.service
+        service.finish(service.submit(SaveState(model.name, "weights", for_sampler=True)))
+        for _ in range(3):
+            with pytest.raises(UserError) as found:
+                client.load_model("weights")
+        client.load_model("weights", with_optimizer=False)
+        return found.value.problem
+
+    assert "optimizer" in on_ranks(2, small, work, state_dir=str(tmp_path), max_adapters=2)
 
 
 def test_a_state_is_whole_or_not_there(small: Path, tmp_path: Path) -> None:

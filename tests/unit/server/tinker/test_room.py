@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardmlx.server.tinker import desk, sessions
-from tests.helpers.tinker_serving import serving_tinker
+from tests.helpers.one_process_service import MOST_SNAPSHOTS
+from tests.helpers.tinker_serving import MODEL, serving_tinker
 
 SILENCE = 0.4
 
@@ -36,3 +37,46 @@ def test_a_client_that_is_silent_for_long_loses_its_models(
         lost = served.new_model()
         served.until(lambda: served.post("get_info", {"model_id": lost}).status_code == 404)
         assert served.new_model() != lost
+
+
+def test_a_model_that_is_made_while_its_client_leaves_takes_no_room(tmp_path: Path) -> None:
+    with serving_tinker(tmp_path) as served:
+        served.service.most_models = 1
+        session = served.new_session()
+        served.service.ends.clear()
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+        served.post("create_model", {**asked, "lora_config": {"rank": 2}})
+        served.until(lambda: any(each.running() for each in served.service.submitted))
+        assert served.post(f"sessions/{session}/finish", {}).status_code == 204
+        served.service.ends.set()
+        assert served.new_model()
+
+
+def test_a_snapshot_that_is_loaded_while_its_client_cancels_is_there(tmp_path: Path) -> None:
+    with serving_tinker(tmp_path) as served:
+        model = served.new_model()
+        saved = {"model_id": model, "seq_id": 1, "path": "kept"}
+        path = served.result(served.post("save_weights_for_sampler", saved)).json()["path"]
+        asked = {"session_id": model.partition(":")[0], "model_path": path}
+        sampler = served.post("create_sampling_session", {**asked, "sampling_session_seq_id": 7})
+        params = {"max_tokens": 1}
+        sample = {
+            "sampling_session_id": sampler.json()["sampling_session_id"],
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [10, 11]}]},
+            "sampling_params": params,
+        }
+        other = served.new_model()
+        for number in range(MOST_SNAPSHOTS):  # which make it leave
+            taken = {"model_id": other, "seq_id": 1 + number, "sampling_session_seq_id": number}
+            assert served.result(served.post("save_weights_for_sampler", taken)).is_success
+        served.post(f"sessions/{other.partition(':')[0]}/finish", {})
+        served.until(lambda: all(each.done() for each in served.service.submitted))
+
+        served.service.ends.clear()
+        before = len(served.service.submitted)
+        future = served.post("asample", {**sample, "seq_id": 0}).json()["request_id"]
+        served.until(lambda: any(each.running() for each in served.service.submitted[before:]))
+        assert served.post("cancel_future", {"request_id": future}).status_code == 204
+        served.service.ends.set()
+        answered = served.result(served.post("asample", {**sample, "seq_id": 1}))
+        assert "error" not in answered.text
