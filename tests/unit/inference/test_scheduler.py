@@ -103,11 +103,14 @@ def test_a_sequence_that_ends_makes_room_for_one_that_waits() -> None:
     assert scheduler.is_idle
 
 
-def test_with_patience_prompts_do_not_hold_up_sequences() -> None:
-    scheduler = Scheduler(groups=1, most=2, chunk=2, patience=1)
+@pytest.mark.parametrize(
+    ("patience", "items"), [(1, "a! A b2 A b2 A b2 AB AB"), (2, "a! b2 A b2 b2 AB AB")]
+)
+def test_with_patience_prompts_do_not_hold_up_sequences(patience: int, items: str) -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=2, patience=patience)
     scheduler.add(0, 1)
     scheduler.add(1, 7)
-    assert " ".join(play(scheduler, 9)) == "a! A b2 A b2 A b2 AB AB"
+    assert " ".join(play(scheduler, len(items.split()))) == items
 
 
 def test_a_dropped_sequence_is_announced_once_with_the_next_item() -> None:
@@ -229,16 +232,33 @@ def test_chunks_also_end_at_borders() -> None:
     ]
 
 
-def test_no_sequence_gives_way_while_its_token_is_under_way_and_the_stages_hear_of_it() -> None:
+@pytest.mark.parametrize(("tokens", "items"), [(9, "a255 b8 A B"), (1, "a255 b! A")])
+def test_no_sequence_gives_way_while_its_token_is_under_way_and_the_stages_hear_of_it(
+    tokens: int, items: str
+) -> None:
     scheduler = Scheduler(groups=2, most=2, chunk=1000, capacity=1024)
-    for sequence, tokens in enumerate((256, 9)):
-        scheduler.add(sequence, tokens, context=1024)
-    items = [item_in(scheduler.next() or ()) for _ in range(4)]
-    assert [show(item) for item in items] == ["a255", "b8", "A", "B"]
-    scheduler.returned(items[2])  # with 257 tokens it takes more room than two have
+    scheduler.add(0, 256, context=1024)
+    scheduler.add(1, tokens, context=1024)
+    issued = [item_in(scheduler.next() or ()) for _ in items.split()]
+    assert " ".join(map(show, issued)) == items
+    of_first, of_second = (
+        next(item for item in reversed(issued) if item.sequences == (sequence,))
+        for sequence in (0, 1)
+    )
+    scheduler.returned(of_first)  # with 257 tokens it takes more room than two have
     assert scheduler.next() is None
-    scheduler.returned(items[3])
+    scheduler.returned(of_second)
     assert scheduler.next() == (PutBack((1,)), Decode((0,), 0))
+
+
+def test_a_token_of_a_sequence_that_has_left_changes_nothing() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4)
+    scheduler.add(0, 1)
+    under_way = item_in(scheduler.next() or ())
+    scheduler.finish(0)
+    scheduler.returned(under_way)
+    assert scheduler.is_idle
+    assert scheduler.next() is None
 
 
 def test_sequences_of_another_adapter_take_turns_in_a_group_of_their_own() -> None:
