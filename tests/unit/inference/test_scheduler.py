@@ -179,8 +179,8 @@ def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt()
     scheduler.add(2, 1)
     first = scheduler.next()
     assert first is not None
-    scheduler.finish(0, keep=True)
-    scheduler.finish(1)
+    assert scheduler.finish(0, keep=True)
+    assert not scheduler.finish(1, keep=True)  # there is nothing of it yet
     second = scheduler.next()
     assert second == (Keep((0,), (0,)), Begin(2), Prefill(2, 1, samples=True))
     scheduler.news.drop(0)
