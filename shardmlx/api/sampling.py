@@ -30,13 +30,17 @@ from shardmlx.inference.detokenize import StopStrings, TokenText
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.prefix_cache import SHORTEST, PrefixCache
+from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
+
+SHORTEST_SHARED = 2
+"""Tokens of the shortest prompt whose answers share its prefill: a loop asks for many answers to
+short ones."""
 
 SCORED_ROWS = 4
 """Prompts that are scored at a time."""
@@ -219,7 +223,7 @@ class Sampler:
         self._vocabulary = vocabulary
         self._context = min(context, capacity or context)
         self._stage = crew.worker.lead(most, capacity, prefixes)
-        self._shares_prompts = prefixes is not None
+        self._prefixes = prefixes
         self._following: ExitStack | None = None
         self._next = 0
         self._asked: dict[int, _Asked] = {}
@@ -267,7 +271,8 @@ class Sampler:
                 asked.scores = Scores(np.zeros(0), np.zeros(0), nothing.astype(np.int32), nothing)
             else:
                 self._to_score.append(asked)
-        if self._shares_prompts and request.count > 1 and len(request.tokens) > SHORTEST:
+        length = len(request.tokens)
+        if request.count > 1 and self._prefixes is not None and length > self._prefixes.shortest:
             # One token more than is computed, so that all of the prompt is.
             asked.prompt = self._number(asked)
             tokens = [*request.tokens, request.tokens[-1]]

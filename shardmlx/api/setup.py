@@ -14,7 +14,7 @@ from shardmlx.api.cuts import FULL_PIPELINE
 from shardmlx.api.models import Models
 from shardmlx.api.plan import LoopPlan
 from shardmlx.api.requests import LoraOptions
-from shardmlx.api.sampling import Sampler, SamplingWorker
+from shardmlx.api.sampling import SHORTEST_SHARED, Sampler, SamplingWorker
 from shardmlx.api.service import TrainService
 from shardmlx.api.states import StateStore
 from shardmlx.api.worker import LoopWorker
@@ -89,7 +89,7 @@ def serve_loop(spec: LoopSpec, crew: Crew[LoopWorker], tokenizer: TokenizerWrapp
             most=worker.plan.sequences,
             context=worker.opened.max_positions or worker.plan.cache_tokens,
             capacity=worker.plan.cache_tokens,
-            prefixes=PrefixCache.of(worker.opened.shape),
+            prefixes=PrefixCache.of(worker.opened.shape, shortest=SHORTEST_SHARED),
         )
     plan = worker.plan
     directory = spec.loop.state_dir

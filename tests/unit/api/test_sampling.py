@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shardmlx.api.requests import SamplePrompt, SampleResult
-from shardmlx.api.sampling import Sampler, SamplingWorker
+from shardmlx.api.sampling import SHORTEST_SHARED, Sampler, SamplingWorker
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -89,7 +89,7 @@ def on_ranks(
                 most=most,
                 context=100,
                 capacity=capacity,
-                prefixes=PrefixCache(),
+                prefixes=PrefixCache(shortest=SHORTEST_SHARED),
             )
             return work(sampler, crew)
 
@@ -165,6 +165,20 @@ def test_answers_to_one_prompt_share_its_prefill_and_differ() -> None:
         assert answer.top is not None
         assert answer.top.ids.tolist() == np.argsort(-theirs, axis=1)[:, :2].tolist()
         assert np.allclose(answer.top.logprobs, -np.sort(-theirs, axis=1)[:, :2], atol=1e-4)
+
+
+def test_a_short_prompt_is_computed_once_too() -> None:
+    prompt = LONG[:5]
+
+    def work(sampler: Sampler, crew: Crew[Ranks]) -> SampleResult:
+        future = ask(sampler, SamplePrompt(prompt, count=4, max_tokens=6, temperature=0.0))
+        finish(sampler)
+        return future.result(0)
+
+    found = on_ranks(Mesh(1, 2), work)
+    assert found.cached == len(prompt) - 1
+    expected = by_mlx_lm(tiny_model(layers=LAYERS), prompt, 6)
+    assert [each.tokens.tolist() for each in found.answers] == [expected] * 4
 
 
 def test_ranks_do_other_things_between_steps_and_answers_go_on() -> None:
