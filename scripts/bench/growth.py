@@ -29,7 +29,7 @@ from scripts.bench.benchmark import (
     run,
     verdict,
 )
-from scripts.bench.trained import NEVER, WIDE, demo_lacks
+from scripts.bench.trained import NEVER, WIDE
 from shardmlx.common.environment import prepare
 from testbed.rows import write
 
@@ -480,7 +480,7 @@ def growth(bench: Bench) -> None:
     bench.show("Growth", ("what", "median (least-most)", "goal"), lines)
 
 
-GROWTH = Benchmark("growth", growth, rounds=3, needs=[demo_lacks])
+GROWTH = Benchmark("growth", growth, rounds=3)
 
 if __name__ == "__main__":
     number, where, is_quick = sys.argv[1:]

@@ -8,6 +8,7 @@ import numbers
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -37,7 +38,7 @@ def plain(value: Any) -> Any:
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     if hasattr(value, "_asdict"):  # a named tuple
-        return plain(value._asdict())
+        return plain(methodcaller("_asdict")(value))
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

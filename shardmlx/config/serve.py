@@ -214,7 +214,6 @@ LINE = CommandLine(
         "host",
         "port",
         "api_key",
-        "served_model_name",
         "cache_tokens",
         "batch_size",
         "train",

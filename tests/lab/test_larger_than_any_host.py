@@ -120,9 +120,12 @@ def test_two_hosts_train_and_generate(lab: Lab, weights: int, pipeline_metrics: 
 def test_two_replicas_divide_the_weights_that_neither_can_hold(
     lab: Lab, pipeline_metrics: Path
 ) -> None:
-    """The run chooses that, since nothing else fits; its loss is that of the pipeline."""
-    flags = ("--pipeline-stages", "1", "--adapter-path", "other", "--metrics-file", "divided")
-    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--iters", "1", *flags)).well()
+    """The run chooses that, since without tensor shares nothing else fits; its loss is that of the
+    pipeline."""
+    layout = ("--pipeline-stages", "1", "--tensor-parallel", "1")
+    files = ("--adapter-path", "other", "--metrics-file", "divided")
+    command = lab.mpirun(2, *TRAIN, *LENGTH, "--iters", "1", *layout, *files)
+    job = mpirun(2, command=command).well()
     assert "weights divided among replicas (--zero 3)" in job.stdout
     (divided,) = events(lab.home("mac1") / "divided", "train")
     expected, _ = events(pipeline_metrics, "train")
