@@ -22,7 +22,8 @@ from tests.helpers.mpirun import mpirun
 SHARE = 0.94
 """The part of the model's weights that a host may have in memory."""
 
-LAYERS = 12
+LAYERS = 14
+"""So many that what Python and its libraries take beside the weights is little."""
 
 
 @pytest.fixture(scope="module")
