@@ -17,7 +17,7 @@ ENDLESS = """
 import sys
 from shardmlx.common.hang_up import outlive_readers
 outlive_readers()
-for number in range(1000):
+for number in range(20_000):  # more than a pipe holds
     print("line", number, flush=True)
 print("went on", file=sys.stderr)
 """
