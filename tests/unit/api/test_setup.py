@@ -91,8 +91,9 @@ def test_what_is_planned_is_enough(small: Path) -> None:
             client.sample([1, 2], model.snapshot(), max_tokens=8).result()
         return mx.get_peak_memory()
 
+    others = mx.get_active_memory()  # of tests before in this process
     measured = on_ranks(1, small, work, max_adapters=2, max_lora_rank=RANK)
-    assert measured < peak(plan)
+    assert measured - others < peak(plan)
 
 
 def test_a_memory_that_is_too_small_is_refused_before_weights_are_read(small: Path) -> None:
