@@ -306,12 +306,6 @@ class Sampler:
         self._following.close()
         self._following = None
 
-    def fail(self, error: Exception) -> None:
-        """End all requests with an error: nothing is sampled any more."""
-        for asked in {id(each): each for each in (*self._asked.values(), *self._to_score)}.values():
-            with suppress(InvalidStateError):
-                asked.future.set_exception(error)
-
     def _check(self, request: SamplePrompt) -> None:
         """Raise ``UserError`` if a request is wrong."""
         tokens = np.asarray(request.tokens)

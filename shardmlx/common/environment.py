@@ -60,7 +60,7 @@ class Blas:
 def prepare() -> Blas:
     """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``. Raises
     ``UserError`` where MLX has no library, or one that this machine cannot load."""
-    prepare_mlx()
+    installed = prepare_mlx()
     hide_mpi_from_mlx()
     find_home()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -75,7 +75,7 @@ def prepare() -> Blas:
         for option, value in _MALLOC_OPTIONS.items():
             mallopt(option, value)
     blas = _put_openblas_first()
-    load_cuda()
+    load_cuda(installed)
     return blas
 
 

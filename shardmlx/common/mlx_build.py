@@ -11,7 +11,7 @@ import ctypes
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -42,21 +42,22 @@ def libraries() -> list[str]:
     return found
 
 
-def prepare_mlx() -> None:
-    """Set what MLX reads at its start. Raises ``UserError`` where it has no library."""
+def prepare_mlx() -> Sequence[str]:
+    """Set what MLX reads at its start; return the packages with its library on Linux. Raises
+    ``UserError`` where it has none."""
     if sys.platform == "darwin":
-        return
+        return ()
     installed = libraries()
     if not installed and not _brings_library():
         raise UserError("MLX has no library on this machine", remedy_for(sys.executable))
     if any("cuda" in each for each in installed):
         os.environ.setdefault(*CUDA_BUFFER)
+    return installed
 
 
-def load_cuda() -> None:
-    """Load MLX's library if it may be one of CUDA, as MLX's import will. Raises ``UserError`` if it
-    cannot be loaded, for instance on a machine without CUDA."""
-    installed = libraries()
+def load_cuda(installed: Sequence[str]) -> None:
+    """Load MLX's library, as MLX's import will, if it may be one of CUDA by the packages that are
+    ``installed``. Raises ``UserError`` if it cannot be loaded, for instance without CUDA."""
     if not any("cuda" in each for each in installed):
         return
     for directory in _directories():
