@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from _client_features import CLIENTS
+from _serving import served
 
 HERMES = """{% for message in messages %}{{ '<|im_start|>' }}
 {%- if loop.first and tools %}system
@@ -55,30 +53,10 @@ TEMPLATES = {"generic": None, "own": HERMES, "llama3": LLAMA}
 """Chat templates, by the way in which a model with them knows tools; None is the model's own."""
 
 
-@contextmanager
-def serving(python: str, model: Path) -> Iterator[str]:
-    """Serve a model by the project's Python; yield the address."""
+def serving(python: str, model: Path) -> AbstractContextManager[str]:
+    """Serve a model by the project's Python; give the address."""
     command = [python, "-m", "shardmlx.serve", "--model", str(model), "--port", "0", "--temp", "0"]
-    with subprocess.Popen(
-        [*command, "--any-model-name"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as server:
-        try:
-            assert server.stdout is not None
-            said = ""
-            for line in server.stdout:
-                said += line
-                if found := re.search(r"Serving .* at (http\S+)", line):
-                    yield found[1]
-                    break
-            else:
-                sys.exit(f"clients.py: the server does not start:\n{said}")
-        finally:
-            server.terminate()
-            server.communicate(timeout=60)
+    return served([*command, "--any-model-name"])
 
 
 @contextmanager

@@ -14,15 +14,16 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from _serving import served
 
 BASE = "Qwen/Qwen3-8B-Base"
 """The name by which the cookbook knows the served model: one whose chats are plain text."""
@@ -139,32 +140,12 @@ def make_hub(root: Path, model: Path) -> None:
         (snapshot / name).symlink_to((model / name).resolve())
 
 
-@contextmanager
-def serving(model: Path, ranks: int, states: Path) -> Iterator[str]:
-    """Serve the model; yield the address."""
+def serving(model: Path, ranks: int, states: Path) -> AbstractContextManager[str]:
+    """Serve the model; give the address."""
     command = [sys.executable, "-m", "shardmlx", "launch", "-n", str(ranks), "serve", "--train"]
     named = ["--model", str(model.resolve()), "--served-model-name", BASE, "--port", "0"]
     room = ["--max-train-length", "1024", "--state-dir", str(states), "--batch-size", "16"]
-    with subprocess.Popen(
-        [*command, *named, *room],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as server:
-        try:
-            assert server.stdout is not None
-            said = ""
-            for line in server.stdout:
-                said += line
-                if found := re.search(r"Serving .* at (http\S+)", line):
-                    yield found[1]
-                    break
-            else:
-                sys.exit(f"recipes.py: the server does not start:\n{said}")
-        finally:
-            server.terminate()
-            server.communicate(timeout=60)
+    return served([*command, *named, *room])
 
 
 def run(python: str, name: str, address: str, root: Path, seconds: float) -> str | None:
