@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from testbed.hosts import hosts
+from testbed.hosts import Lab, hosts
+from testbed.jobs import Job
 from testbed.runs import events, in_file
 from tests.helpers.mpirun import mpirun, train_well
 
@@ -60,6 +61,27 @@ def test_two_replicas_of_two_stages_over_a_slow_link(
         assert left == []
 
 
+def until_mac2_goes(lab: Lab, ranks: int) -> Job:
+    """The job of so many stages, a rank a host: mac2 is powered off after the first checkpoint, of
+    which each host's part has a copy on its neighbour's disk."""
+    home = lab.home("mac1")
+    in_file(home / "options.yaml", checkpoint_storage="neighbour")
+
+    def power_off(pid: int) -> None:
+        wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
+        lab.power_off("mac2")
+
+    command = lab.command(
+        "mac1",
+        *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile, "-n", str(ranks)),
+        *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+        *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
+        *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", str(ranks)),
+        *("-c", "options.yaml"),
+    )
+    return mpirun(ranks, command=command, meanwhile=power_off).well()
+
+
 def test_of_three_hosts_one_goes_and_the_others_go_on(
     small: Path, pirate: Path, expected: list[float], tmp_path: Path
 ) -> None:
@@ -67,21 +89,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
     with hosts(tmp_path, 3) as lab:
         home = lab.home("mac1")
         furnish(home, small, pirate)
-        in_file(home / "options.yaml", checkpoint_storage="neighbour")
-
-        def power_off(pid: int) -> None:
-            wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
-            lab.power_off("mac2")
-
-        command = lab.command(
-            "mac1",
-            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
-            *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
-            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
-            *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "3"),
-            *("-c", "options.yaml"),
-        )
-        job = mpirun(3, command=command, meanwhile=power_off).well()
+        job = until_mac2_goes(lab, 3)
         (line,) = job.error_lines
         assert "rank 1 on mac2" in line
         assert "launch: goes on without mac2: no login (" in job.stdout
@@ -99,21 +107,7 @@ def test_of_three_hosts_one_is_a_spare_and_takes_the_place_of_the_one_that_goes(
     with hosts(tmp_path, 3) as lab:
         home = lab.home("mac1")
         furnish(home, small, pirate)
-        in_file(home / "options.yaml", checkpoint_storage="neighbour")
-
-        def power_off(pid: int) -> None:
-            wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
-            lab.power_off("mac2")
-
-        command = lab.command(
-            "mac1",
-            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile, "-n", "2"),
-            *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
-            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
-            *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "2"),
-            *("-c", "options.yaml"),
-        )
-        job = mpirun(2, command=command, meanwhile=power_off).well()
+        job = until_mac2_goes(lab, 2)
         assert "launch: mac3 would take the place of a host that is lost" in job.stdout
         assert "launch: goes on without mac2: no login (" in job.stdout
         assert "launch: mac3 takes over" in job.stdout
