@@ -9,6 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,15 @@ class _Api:
         of each."""
 
         async def endpoint(request: Request) -> Response:
-            name = self._name_of(request)
-            self._rounds.hear(name)
+            name = ""
             try:
+                name = self._name_of(request)
+                self._rounds.hear(name)
                 response = await handler(request, name)
             except UserError as error:
-                if not isinstance(error, Refusal) or not error.more:
+                if name and (not isinstance(error, Refusal) or not error.more):
                     self._rounds.islands[name].refused += 1
+                await _read_away(request)
                 raise
             for header, value in ANSWERED.items():
                 response.headers.setdefault(header, value)
@@ -174,7 +177,6 @@ class _Api:
         if self._rounds.secure is not None:
             take = partial(self._rounds.secure.put, report)
             length = fragment.masked_bytes
-        # Whether it is refused is said behind its body: before it, the answer could get lost.
         await self._upload(request, name, fragment, length, take)
         return JSONResponse({"version": fragment.version, "ended": self._rounds.ended})
 
@@ -272,6 +274,17 @@ class _Api:
             headers["www-authenticate"] = "Bearer"
         answer = {"error": error.problem, "remedy": error.remedy, **error.more}
         return JSONResponse(answer, error.status, headers)
+
+
+async def _read_away(request: Request) -> None:
+    """Read what is left of a body that is refused. An answer before its end could get lost, since
+    the connection is closed then, and its sender meets that while it still sends."""
+    try:
+        async with asyncio.timeout(SECONDS_OF_SILENCE), aclosing(request.stream()) as pieces:
+            async for _ in pieces:
+                pass
+    except (TimeoutError, ClientDisconnect, RuntimeError):
+        pass  # it is too slow, it is gone, or all was read
 
 
 def _report_of(request: Request, name: str) -> Report:
