@@ -12,12 +12,15 @@ import argparse
 import itertools
 import os
 import re
+import sys
 import textwrap
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import cache, partial
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import LazyLoader
 from itertools import pairwise
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -66,6 +69,35 @@ def hide_mpi_from_mlx() -> None:
     breaks: look for ``getenv`` in mlx/distributed/mpi/mpi.cpp.
     """
     os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
+
+
+class LateServices:
+    """A finder, for ``sys.meta_path``, of services that are to be loaded when somebody uses them.
+
+    mlx-lm 0.31 to 0.32: ``mlx_lm.tuner.callbacks`` imports wandb and swanlab wherever they are
+    installed, which takes each rank 2.5 s and 57 MiB. When it breaks: import it without this.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return how to import a module, which is then executed once it is used."""
+        spec = PathFinder.find_spec(name) if name in ("wandb", "swanlab") else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = LazyLoader(spec.loader)
+        return spec
+
+
+@contextmanager
+def services_load_late() -> Iterator[None]:
+    """Have ``mlx_lm.tuner`` imported without its services.
+
+    mlx-lm 0.31 to 0.32: see ``LateServices``.
+    """
+    sys.meta_path.insert(0, LateServices)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(LateServices)
 
 
 def view_of(array: Any) -> memoryview:

@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tuner.dora import DoRALinear
 
 from shardmlx.compat import COVERED
 from shardmlx.errors import refusing
 from shardmlx.models.runtime.slice import Piece, Slice, Sum
 from shardmlx.models.runtime.stand_ins import at
+from shardmlx.models.runtime.tuner import DoRALinear
 from shardmlx.models.sizes.layer_shape import Heads
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import Cut, TensorShares, summed

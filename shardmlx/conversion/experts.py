@@ -17,13 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from shardmlx.checkpoint.export import SAFETENSORS_NAMES
 from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.safetensors_header import read_header
+from shardmlx.models.runtime.tuner import LoRASwitchLinear
 
 _KINDS = SwitchLinear, QuantizedSwitchLinear, LoRASwitchLinear
 _LAYER = "layer"

@@ -12,7 +12,6 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.compat import begin_evaluation
 from shardmlx.config.checks import OPTIMIZERS, OptimizerFacts
@@ -23,6 +22,7 @@ from shardmlx.engine.large_batch_optimizers import LAMB, LARS, LayerwiseOptimize
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import refusing
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import build_schedule
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import make_batch, split
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from shardmlx.models.sizes.undeclared import build_random
 
 _LAYERS = 2

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.checkpoint.export import pieces_in
 from shardmlx.common.yaml_reader import did_you_mean
@@ -27,6 +26,7 @@ from shardmlx.loading.peft import (
     start_file,
 )
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from shardmlx.models.sizes.config_reader import parse_config
 
 _PARTS = frozenset({"lora_a", "lora_b", "m"})

@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
 from shardmlx.api.client import TrainClient, TrainedModel, train_client
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 STEPS = 10

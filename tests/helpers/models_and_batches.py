@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch
@@ -23,6 +22,7 @@ from shardmlx.engine.stage import Stage
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.runtime.activations import swiglu, use_swiglu
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule

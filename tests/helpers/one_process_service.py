@@ -21,7 +21,6 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models import llama
-from mlx_lm.tuner.lora import LoRALinear
 
 from shardmlx.api.requests import (
     CreateModel,
@@ -46,6 +45,7 @@ from shardmlx.api.requests import (
     UnloadModel,
 )
 from shardmlx.errors import UserError
+from shardmlx.models.runtime.tuner import LoRALinear
 
 VOCABULARY = 128
 END = 3

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NONE, FineTune, Savings
 from shardmlx.engine.batches import MicroBatch, pack
@@ -24,6 +23,7 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.parts import find_parts
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import LayerCosts

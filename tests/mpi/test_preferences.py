@@ -13,8 +13,8 @@ import pytest
 import yaml
 from mlx.optimizers import Adam
 from mlx_lm import load
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from testbed.runs import events
 from tests.helpers.mpirun import train_well
 from tests.helpers.preference_data import preference_directory, rows_of

@@ -56,6 +56,25 @@ def test_importing_compat_loads_none_of_the_libraries() -> None:
     assert run_alone(program) == ""
 
 
+def test_services_are_loaded_when_they_are_used(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("print('loaded')\nname = 'wandb'")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from shardmlx.models.runtime.tuner import build_schedule
+from mlx_lm.tuner import callbacks
+print("imported")
+print(callbacks.wandb.name)
+import wandb
+print(wandb is callbacks.wandb, *(each for each in sys.meta_path if each.__class__ is type))
+"""
+    with contract(compat.services_load_late, "mlx-lm"):
+        printed, finders = run_alone(program).rsplit("\n", 1)
+        assert printed.split() == ["imported", "loaded", "wandb"]
+        assert finders.startswith("True")
+        assert "LateServices" not in finders
+
+
 DOCUMENTED = {"_exit", "_replace"}
 """Public parts of Python, in spite of their names: of ``os``, and of named tuples."""
 
@@ -140,7 +159,7 @@ def test_each_part_of_a_library_is_tried() -> None:
     ours = [each for each in vars(compat).values() if inspect.getmodule(each) is compat]
     named = {each for each in ours if "breaks:" in (each.__doc__ or "")}
     # Some have tests of their own, and one is a question, to which no is an answer.
-    others = {compat.HelpOfWholeWords, compat.gpu_fuses_attention}
+    others = {compat.HelpOfWholeWords, compat.LateServices, compat.gpu_fuses_attention}
     assert named == {*PROBES} | others
 
 

@@ -348,7 +348,7 @@ def test_a_schedule_over_the_run_follows_another_length_of_it(form: str) -> None
 
 
 def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
-    from mlx_lm.tuner.utils import build_schedule
+    from shardmlx.models.runtime.tuner import build_schedule
 
     schedule = load("--learning-rate", "1e-3", "--warmup", "10").tune.lr_schedule
     rate = build_schedule(schedule)

@@ -9,12 +9,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.tuner.lora import LoRALinear
 
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch, make_batch, pack, split
 from shardmlx.engine.loss import Head, HeadInput
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import LoRALinear
 from testbed.tiny_models import build, tiny_config
 from tests.helpers.models_and_batches import (
     check_same,

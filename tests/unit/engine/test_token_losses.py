@@ -10,7 +10,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.lora import LoRALinear
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
@@ -18,6 +17,7 @@ from shardmlx.engine.loss import Head, HeadInput
 from shardmlx.engine.token_losses import LOSSES, TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.tuner import LoRALinear
 from testbed.tiny_models import VOCABULARY
 from tests.helpers.models_and_batches import through_stages, tiny_model, with_adapters
 

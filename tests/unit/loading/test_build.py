@@ -12,12 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
+from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from testbed.family_configs import CONFIGS
 from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.models_and_batches import load_arrays
