@@ -1,4 +1,4 @@
-"""What we use of ``mlx_lm.tuner``, which is imported here alone: it would bring services along."""
+"""Parts of ``mlx_lm.tuner``, imported without the services that it would bring along."""
 
 from shardmlx.compat import services_load_late
 
