@@ -71,16 +71,11 @@ def hide_mpi_from_mlx() -> None:
     os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
 
 
-class LateServices:
-    """A finder, for ``sys.meta_path``, of services that are to be loaded when somebody uses them.
-
-    mlx-lm 0.31 to 0.32: ``mlx_lm.tuner.callbacks`` imports wandb and swanlab wherever they are
-    installed, which takes each rank 2.5 s and 57 MiB. When it breaks: import it without this.
-    """
+class _LateServices:
+    """A finder of services, whose modules are executed once they are used."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return how to import a module, which is then executed once it is used."""
         spec = PathFinder.find_spec(name) if name in ("wandb", "swanlab") else None
         if spec is not None and spec.loader is not None:
             spec.loader = LazyLoader(spec.loader)
@@ -89,15 +84,16 @@ class LateServices:
 
 @contextmanager
 def services_load_late() -> Iterator[None]:
-    """Have ``mlx_lm.tuner`` imported without its services.
+    """Have services that are imported inside loaded when somebody uses them.
 
-    mlx-lm 0.31 to 0.32: see ``LateServices``.
+    mlx-lm 0.31 to 0.32: ``mlx_lm.tuner.callbacks`` imports wandb and swanlab wherever they are
+    installed, which takes each rank 2.5 s and 45 MiB. When it breaks: import it without this.
     """
-    sys.meta_path.insert(0, LateServices)
+    sys.meta_path.insert(0, _LateServices)
     try:
         yield
     finally:
-        sys.meta_path.remove(LateServices)
+        sys.meta_path.remove(_LateServices)
 
 
 def view_of(array: Any) -> memoryview:

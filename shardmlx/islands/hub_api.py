@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,25 +77,33 @@ class _Api:
         self._bodies: Counter[str] = Counter()
 
     def known(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint that lets islands with their tokens in, and counts what it refuses
-        of each."""
+        """Return the endpoint that lets islands with their tokens in. An answer before the end of
+        a body could get lost: its sender meets a closed connection while it still sends."""
 
         async def endpoint(request: Request) -> Response:
-            name = ""
             try:
-                name = self._name_of(request)
-                self._rounds.hear(name)
-                response = await handler(request, name)
-            except UserError as error:
-                if name and (not isinstance(error, Refusal) or not error.more):
-                    self._rounds.islands[name].refused += 1
-                await _read_away(request)
+                return await self._answer(handler, request)
+            except Exception as error:
+                # A body that stood still has had its time.
+                if not isinstance(error, Refusal) or error.status != HTTPStatus.REQUEST_TIMEOUT:
+                    await _read_away(request)
                 raise
-            for header, value in ANSWERED.items():
-                response.headers.setdefault(header, value)
-            return response
 
         return endpoint
+
+    async def _answer(self, handler: Handler, request: Request) -> Response:
+        """Return what ``handler`` answers an island, and count what it refuses of each."""
+        name = self._name_of(request)
+        self._rounds.hear(name)
+        try:
+            response = await handler(request, name)
+        except UserError as error:
+            if not isinstance(error, Refusal) or not error.more:
+                self._rounds.islands[name].refused += 1
+            raise
+        for header, value in ANSWERED.items():
+            response.headers.setdefault(header, value)
+        return response
 
     def _name_of(self, request: Request) -> str:
         """Return the name of the island whose token a request has. Raises ``Refusal``."""
@@ -277,14 +286,13 @@ class _Api:
 
 
 async def _read_away(request: Request) -> None:
-    """Read what is left of a body that is refused. An answer before its end could get lost, since
-    the connection is closed then, and its sender meets that while it still sends."""
+    """Read what is left of a body, for at most ``SECONDS_OF_SILENCE``."""
     try:
         async with asyncio.timeout(SECONDS_OF_SILENCE), aclosing(request.stream()) as pieces:
             async for _ in pieces:
                 pass
     except (TimeoutError, ClientDisconnect, RuntimeError):
-        pass  # it is too slow, it is gone, or all was read
+        pass  # it is too long, its sender is gone, or Starlette says that all was read
 
 
 def _report_of(request: Request, name: str) -> Report:

@@ -75,6 +75,17 @@ print(wandb is callbacks.wandb, *(each for each in sys.meta_path if each.__class
         assert "LateServices" not in finders
 
 
+def test_the_tuner_of_mlx_lm_is_imported_in_one_place_of_the_product() -> None:
+    importing = {
+        path.relative_to(ROOT)
+        for name in ("shardmlx", "models", "partitioners")
+        for path in sources(name)
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm.tuner")
+    }
+    assert importing == {Path("models/runtime/tuner.py")}
+
+
 DOCUMENTED = {"_exit", "_replace"}
 """Public parts of Python, in spite of their names: of ``os``, and of named tuples."""
 
@@ -159,7 +170,7 @@ def test_each_part_of_a_library_is_tried() -> None:
     ours = [each for each in vars(compat).values() if inspect.getmodule(each) is compat]
     named = {each for each in ours if "breaks:" in (each.__doc__ or "")}
     # Some have tests of their own, and one is a question, to which no is an answer.
-    others = {compat.HelpOfWholeWords, compat.LateServices, compat.gpu_fuses_attention}
+    others = {compat.HelpOfWholeWords, compat.services_load_late, compat.gpu_fuses_attention}
     assert named == {*PROBES} | others
 
 

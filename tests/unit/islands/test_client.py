@@ -152,3 +152,12 @@ def test_an_island_needs_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
                 hub.persist(partial(hub.join, JOIN))
             assert refused.value.status == status
             assert refused.value.remedy
+
+
+def test_what_is_refused_is_told_though_the_whole_body_was_still_to_come(tmp_path: Path) -> None:
+    whole = io.BytesIO(bytes(16 << 20))  # more than sockets hold
+    with running_hub(tmp_path, "ann") as running:
+        for token, status in (("wrong", 401), (running.tokens["ann"], 400)):
+            with pytest.raises(Refusal) as refused:
+                Hub(running.url, token, print).put("/fragments/x/seed", whole)
+            assert refused.value.status == status
