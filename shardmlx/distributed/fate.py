@@ -72,6 +72,7 @@ class JobFate:
         self._failure_reported_at: float | None = None
         self._failed: float | None = None
         self._lost: float | None = None
+        self._blames_silence = False
         self._claims: bool | None = None
         self._over = False
         self._activity = "starting"
@@ -204,7 +205,7 @@ class JobFate:
     def _verdict(self, look: Look, now: float) -> Action | None:
         if not look.launched:
             return Do.EXIT
-        if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE + turn(self.rank):
+        if self._failed is not None and now - self._failed >= self._seconds_to_raise():
             return Do.GIVE_UP
         if self._failure_reported_at is not None:
             return Do.EXIT if now - self._failure_reported_at > SECONDS_TO_BE_ENDED else None
@@ -214,6 +215,11 @@ class JobFate:
             or self._interruption(now)
             or self._silence(look, now)
         )
+
+    def _seconds_to_raise(self) -> float:
+        """Return the seconds that the main thread has to report a failure. Lower ranks have had
+        their turns before this one says that a peer is silent."""
+        return SECONDS_TO_RAISE + (0.0 if self._blames_silence else turn(self.rank))
 
     def _gone(self, since: float = float("inf")) -> tuple[int, ...]:
         """Return the ranks whose process is gone ``since`` then, or longer."""
@@ -227,7 +233,8 @@ class JobFate:
         """Return the end because a process is gone, once its last message would have come."""
         if now - self._woke < PERIOD:
             return None  # a peer that was awake may have reported it
-        wait = SECONDS_FOR_LOWER_RANKS if self._lower(now) else SECONDS_TO_BE_HEARD
+        lower = len(self._lower(now))
+        wait = SECONDS_FOR_LOWER_RANKS + turn(lower - 1) if lower else SECONDS_TO_BE_HEARD
         gone = self._gone(now - wait)
         return self._died(gone, now) if gone else None
 
@@ -305,6 +312,7 @@ class JobFate:
                 wait += SECONDS_TO_RAISE + turn(self.rank)
             if now - self._lost < wait:
                 return None
+        self._blames_silence = True
         return Fail(text)
 
     def _silent_for(self, now: float, seconds: float, look: Look) -> str | None:

@@ -52,13 +52,13 @@ memory."""
 SECONDS_TO_FIND = 3.0
 """Seconds in which MPI, or the heartbeat, sees that a rank has died."""
 
-SECONDS_TO_RAISE = 4.0
+SECONDS_TO_RAISE = 3.0
 """Seconds for the main thread, after a failure, to reach a wait and report it."""
 
 SECONDS_TO_FOLLOW = 4.0
 """Seconds for mpirun to end after a rank that has ended the job."""
 
-SECONDS_TO_BE_ENDED = 5.0
+SECONDS_TO_BE_ENDED = 4.0
 """Seconds for the reporting rank to end the job; then each process ends itself."""
 
 SECONDS_OF_QUIET = 5.0
@@ -125,3 +125,7 @@ in_order(TO_TELL + SECONDS_TO_ABORT, SECONDS_TO_BE_ENDED)
 in_order(SECONDS_FOR_PEERS, SECONDS_TO_AGREE)
 # The last rank in turn that must give up for its main thread, which hangs, still ends in time.
 in_order(SECONDS_TO_RAISE + turn(MOST_TURNS) + TO_TELL + SECONDS_TO_ABORT, MOST_SECONDS_TO_END)
+# So do all that cannot be told by mpirun, whose host is lost, if the reporter's main thread hangs.
+in_order(
+    SECONDS_FOR_LOWER_RANKS + SECONDS_TO_RAISE + TO_TELL + SECONDS_TO_BE_ENDED, MOST_SECONDS_TO_END
+)

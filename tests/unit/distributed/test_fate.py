@@ -95,7 +95,7 @@ def test_a_rank_that_is_silent_for_the_limit_is_lost_and_its_last_activity_named
     said = [(0.0, heard(1, Beat("step 12, stage 1, 1F3")))]
     assert played(fate, said, looks(0.5, 60, alive=(2,))) == [(60.0, Fail(text))]
     failed = [(60 + second / 2, looked("loading", failed=True)) for second in range(1, 20)]
-    assert played(fate, failed) == [(64.5, Do.GIVE_UP)]
+    assert played(fate, failed) == [(63.5, Do.GIVE_UP)]
 
 
 def test_a_rank_is_in_doubt_before_it_is_lost_and_no_more_when_it_is_heard() -> None:
@@ -254,7 +254,7 @@ def test_of_several_ranks_that_miss_rank_0_one_reports_its_silence() -> None:
     answers: Trace = [(65.0 + half / 2, answer(1)) for half in range(1, 16)]
     silent = sorted([*looks(5.5, 72), *answers], key=lambda each: each[0])
     left = played(fate_of(2), looks(0, 5, alive=(0,)), silent)[0]
-    assert (left[0], isinstance(left[1], Fail)) == (71.0, True)
+    assert (left[0], isinstance(left[1], Fail)) == (70.0, True)
 
 
 def test_of_ranks_that_fail_by_themselves_the_first_reports_or_else_the_lowest() -> None:
@@ -307,7 +307,7 @@ def test_a_signal_that_nobody_asks_for_and_a_second_one_end_the_job_at_once(expe
 def test_after_a_peer_has_spoken_nothing_is_said_and_the_process_ends_soon() -> None:
     spoken = [(0.0, heard(1, Beat("step 3", state=State.REPORTED)))] * 2
     after = looks(0, 9, states={2: "gone"})
-    assert played(fate_of(), spoken, after) == [(0.0, Do.STAY_SILENT), (5.5, Do.EXIT)]
+    assert played(fate_of(), spoken, after) == [(0.0, Do.STAY_SILENT), (4.5, Do.EXIT)]
 
 
 def test_a_process_without_its_mpirun_ends() -> None:

@@ -1,0 +1,8 @@
+"""All rooms that are played in worlds."""
+
+from __future__ import annotations
+
+from tests.helpers.worlds.job_faults import JOBS
+from tests.helpers.worlds.rooms import Room
+
+ROOMS: tuple[Room, ...] = (JOBS,)

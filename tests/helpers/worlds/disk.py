@@ -1,0 +1,247 @@
+"""A directory whose disk fails at a call that the test names: the process dies there, the power is
+cut, or nothing more fits.
+
+The real code writes to a real directory. What it asks of the operating system is watched: files
+opened to be written, flushes, and changes of names. Nothing of the product is patched.
+
+- When a process dies, all that it had given to the operating system is on the disk; of the file
+  that it was writing last, some part.
+- When the power is cut, each file that was not flushed since it was opened has some part of its
+  bytes, and the changes of names since a directory was last flushed are there up to some point:
+  file systems with a journal keep their order.
+- A full disk refuses whatever needs room, and takes the last bytes of a file only as it is flushed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+
+class Crash(BaseException):
+    """The process is no more."""
+
+
+_NEEDS_ROOM = ("open", "fsync", "mkdir", "rename", "replace")
+_NEXT_TO = ".undo-"
+
+
+@dataclass
+class Faults:
+    """What is to fail of the calls that change the disk, counted from 0: the process dies at
+    ``death``, with the power if ``cuts_power``; nothing fits from ``full`` on, up to ``emptied``.
+    """
+
+    death: int | None = None
+    cuts_power: bool = False
+    full: int | None = None
+    emptied: int | None = None
+
+
+@dataclass
+class FailingDisk:
+    """The disk of a directory, ``root``, all below which is watched by ``failing``."""
+
+    root: Path
+    random: Random
+    calls: list[str] = field(default_factory=list)
+    """The calls that changed the disk, in order, since ``failing`` began: name and file."""
+    has_crashed: bool = False
+    _dirty: dict[str, None] = field(default_factory=dict)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+    _stash: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.root = self.root.resolve()
+        self._root = str(self.root)
+        self._stash = Path(f"{self._root}{_NEXT_TO}{secrets.token_hex(4)}")
+        self._files: dict[int, str] = {}
+        self._faults = Faults()
+
+    @contextlib.contextmanager
+    def failing(self, faults: Faults | None = None) -> Iterator[list[str]]:
+        """Let calls in the block fail: each that comes after a death raises ``Crash``, too. Yields
+        ``calls``."""
+        self._faults = faults or Faults()
+        self.calls.clear()
+        self.has_crashed = False
+        self._stash.mkdir()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                self._watch(patch)
+                yield self.calls
+        finally:
+            if self.has_crashed and self._faults.cuts_power:
+                self._cut_power()
+            self._forget()
+
+    def _watch(self, patch: pytest.MonkeyPatch) -> None:
+        for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
+            patch.setattr(os, name, self._changing(name, getattr(os, name)))
+        patch.setattr(os, "open", self._opening(os.open))
+        patch.setattr(os, "fsync", self._flushing(os.fsync))
+        opened = self._opening_file(io.open)
+        patch.setattr(io, "open", opened)
+        patch.setattr(builtins, "open", opened)
+
+    def _place(self, path: Any, directory: int | None = None) -> str | None:
+        """Return the whole path of what a call names, if it is on this disk."""
+        if isinstance(path, int):
+            return self._files.get(path)
+        text = os.fspath(path)
+        if directory is not None:
+            text = os.path.join(self._files.get(directory, "/"), text)
+        text = os.path.abspath(text)
+        inside = text == self._root or text.startswith(self._root + os.sep)
+        return text if inside else None
+
+    def _come(self, name: str, place: str) -> None:
+        """Count a call, and fail as planned."""
+        faults = self._faults
+        if self.has_crashed:
+            raise Crash
+        at = len(self.calls)
+        if at == faults.death:
+            self.has_crashed = True
+            if self._dirty and not faults.cuts_power:
+                self._cut_short([*self._dirty][-1])
+            raise Crash
+        self.calls.append(f"{name} {os.path.basename(place)}")
+        is_full = faults.full is not None and at >= faults.full
+        was_emptied = faults.emptied is not None and at >= faults.emptied
+        if is_full and not was_emptied and name in _NEEDS_ROOM and not os.path.isdir(place):
+            if name == "fsync":
+                self._cut_short(place)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+    def _changing(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **options: Any) -> Any:
+            place = self._place(path, options.get("dir_fd"))
+            if place is None:
+                return real(path, *rest, **options)
+            self._come(name, place)
+            before = self._before(name, place, rest)
+            result = real(path, *rest, **options)
+            self._undo.append(before)
+            return result
+
+        return call
+
+    def _before(self, name: str, place: str, rest: tuple[Any, ...]) -> Callable[[], object]:
+        """Return a function that undoes a change of names, which has not been made yet."""
+        if name in ("rename", "replace"):
+            target = os.path.abspath(os.fspath(rest[0]))
+            kept = self._kept(target)
+            self._dirty.pop(target, None)
+            moved = {_moved(each, place, target): None for each in self._dirty}
+            self._dirty = moved
+
+            def back() -> None:
+                os.rename(target, place)
+                if kept is not None:
+                    os.rename(kept, target)
+
+            return back
+        if name == "mkdir":
+            return lambda: os.rmdir(place)
+        if name == "rmdir":
+            return lambda: os.mkdir(place)
+        kept = self._kept(place)
+        self._dirty.pop(place, None)
+        return lambda: None if kept is None else os.rename(kept, place)
+
+    def _kept(self, place: str) -> str | None:
+        """Keep a file whose name goes, in case that is undone."""
+        if not self._faults.cuts_power or not os.path.isfile(place):
+            return None
+        kept = str(self._stash / secrets.token_hex(8))
+        os.link(place, kept)
+        return kept
+
+    def _opening(self, real: Callable[..., int]) -> Callable[..., int]:
+        def call(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            place = self._place(path, options.get("dir_fd"))
+            if place is None:
+                descriptor = real(path, flags, *rest, **options)
+                self._files.pop(descriptor, None)
+                return descriptor
+            if flags & os.O_CREAT and not os.path.exists(place):
+                self._create(place)
+            descriptor = real(path, flags, *rest, **options)
+            self._files[descriptor] = place
+            return descriptor
+
+        return call
+
+    def _opening_file(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+            place = None if isinstance(file, int) else self._place(file)
+            if place is None:
+                return real(file, mode, *rest, **options)
+            if set(mode) & set("wax+"):
+                self._create(place)
+            opened = real(file, mode, *rest, **options)
+            self._files[opened.fileno()] = place
+            return opened
+
+        return call
+
+    def _create(self, place: str) -> None:
+        self._come("open", place)
+        if not os.path.exists(place):
+            self._undo.append(lambda: Path(place).unlink(missing_ok=True))
+        self._dirty.pop(place, None)
+        self._dirty[place] = None
+
+    def _flushing(self, real: Callable[[int], None]) -> Callable[[int], None]:
+        def call(descriptor: Any) -> None:
+            number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+            place = self._files.get(number)
+            if place is not None:
+                self._come("fsync", place)
+            real(descriptor)
+            if place is not None and os.path.isdir(place):
+                self._undo.clear()
+            elif place is not None:
+                self._dirty.pop(place, None)
+
+        return call
+
+    def _cut_short(self, place: str) -> None:
+        """Keep some of a file's bytes only."""
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(place, int(os.path.getsize(place) * self.random.random()))
+
+    def _cut_power(self) -> None:
+        """Take back what need not be on the disk, some of it or all."""
+        for place in self._dirty:
+            if self.random.random() < 0.7:
+                self._cut_short(place)
+        kept = self.random.randint(0, len(self._undo))
+        for undo in reversed(self._undo[kept:]):
+            undo()
+
+    def _forget(self) -> None:
+        self._dirty.clear()
+        self._undo.clear()
+        self._files.clear()
+        for path in self._stash.iterdir():
+            path.unlink()
+        self._stash.rmdir()
+
+
+def _moved(place: str, old: str, new: str) -> str:
+    """Return the path of ``place`` once ``old``, a file or a directory, is called ``new``."""
+    is_in_it = place == old or place.startswith(old + os.sep)
+    return new + place[len(old) :] if is_in_it else place
