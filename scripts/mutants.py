@@ -4,11 +4,12 @@
 
 Each mutant is the file with one change: another comparison, operator or constant, a negated test,
 ``or`` for ``and``, a statement dropped. The tests run in a fork, in which the module is imported
-from the mutant's text. A mutant is killed by a test that fails, or by ``--seconds`` of CPU. The
-survivors are printed: each is a change that no test notices, or that changes nothing. Texts of
-errors, annotations and docstrings stay as they are. ``--most`` tries some mutants, drawn by the
-seed. Tests that start processes of their own do not see the mutant there. Returns 1 if the tests
-fail without a change.
+from the mutant's text. A mutant is killed by a test that fails, by ``--seconds`` of CPU, or by five
+times as many on the clock, where it waits for ever. The survivors are printed: each is a change
+that no test notices, or that changes nothing. Texts of errors, annotations and docstrings stay as
+they are. ``--most`` tries some mutants, drawn by the seed; ``--line`` only those of some lines.
+Tests that start processes of their own do not see the mutant there. Returns 1 if the tests fail
+without a change.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import importlib.util
 import os
 import random
 import resource
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -187,6 +189,7 @@ def survives(path: Path, source: str, tests: Sequence[str], seconds: int) -> boo
         with contextlib.suppress(BaseException):
             os.setsid()
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))
+            signal.alarm(5 * seconds)
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
                 os.dup2(null, stream)
@@ -202,13 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tests", nargs="+", help="files or directories of tests")
     parser.add_argument("--seconds", type=int, default=60, help="of CPU for a mutant's tests")
     parser.add_argument("--most", type=int, help="number of mutants; all by default")
+    parser.add_argument("--line", type=int, nargs="+", help="lines of which to try the mutants")
     options = parser.parse_args(arguments)
     os.chdir(_root.ROOT)
     source = options.file.read_text(encoding="utf-8")
     if not survives(options.file, source, options.tests, options.seconds):
         print(f"{options.file}: its tests fail without a change")
         return 1
-    found = list(mutants(source))
+    found = [each for each in mutants(source) if options.line is None or each[0] in options.line]
     if options.most is not None:
         found = random.Random(options.seed).sample(found, min(options.most, len(found)))
     survivors = 0
