@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardmlx.api.exports import archive
+from shardmlx.api.plan import cannot_sample
 from shardmlx.api.requests import (
     CreateModel,
     LoadState,
@@ -232,12 +233,8 @@ class Models:
             raise NoRoom(
                 f"there are {self.most_snapshots} snapshots already", "drop one of them first"
             )
-        if not self.crew.worker.plan.can_sample:
-            raise UserError(
-                f"the schedule {self.crew.worker.plan.plan.schedule} gives a rank several stages, "
-                "and samples need one on each",
-                "start with --schedule 1f1b",
-            )
+        if self.crew.worker.plan.route is None:
+            raise cannot_sample(self.crew.worker.plan)
         number = self._count + 1
         if request.model is not None:
             self.check(request.model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import Savings
+from shardmlx.errors import UserError
+from shardmlx.inference.route import Route
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.memory.limits import MemoryLimits
@@ -40,7 +42,27 @@ class LoopPlan:
     limits: Sequence[MemoryLimits]
 
     @property
-    def can_sample(self) -> bool:
-        """True if rank i of a pipeline has stage i, and no other: samples take this order."""
+    def route(self) -> Route | None:
+        """The way of samples, through the ranks of the first replica; None if the stage map has the
+        first stage elsewhere than on rank 0, where prompts come in."""
         placement = self.plan.stage_map.placement
-        return tuple(placement) == tuple(range(len(placement)))
+        if placement[0] != 0:
+            return None
+        return Route.of(replace(self.plan.mesh, dp=1), placement)
+
+    @property
+    def layers_of_hops(self) -> list[tuple[int, int]]:
+        """The layers of each hop of the route, half-open."""
+        ranges = self.plan.stage_map.partition.ranges
+        hops = self.route.hops if self.route is not None else ()
+        return [(ranges[hop.first][0], ranges[hop.last][1]) for hop in hops]
+
+
+def cannot_sample(plan: LoopPlan) -> UserError:
+    """Return the refusal of samples where there is no route for them."""
+    stage_map = plan.plan.stage_map
+    return UserError(
+        f"{stage_map}: stage 0 is on rank {stage_map.placement[0]}, and prompts of samples come in "
+        "on rank 0",
+        "put stage 0 on rank 0",
+    )

@@ -31,12 +31,12 @@ from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.route import Route
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.runtime.slice import Slice
-from shardmlx.pipeline.mesh import Mesh
 
 SHORTEST_SHARED = 2
 """Tokens of the shortest prompt whose answers share its prefill: a loop asks for many answers to
@@ -53,46 +53,69 @@ MOST_TOP = 256
 
 
 class SamplingWorker:
-    """The part of one rank in sampling: rank i of a ``mesh`` has stage i, or a share of a stage, in
-    its ``part``. Ranks beyond the mesh have no part in it. ``chunk`` is the most tokens of a prompt
-    that are computed at a time, ``random_state`` the run's own."""
+    """The part of one rank in sampling: ``parts`` are the layers of its hops on a ``route``. Ranks
+    beyond the route's mesh have no part in it. ``chunk`` is the most tokens of a prompt that are
+    computed at a time, ``random_state`` the run's own."""
 
     def __init__(
-        self, transport: Transport, part: Slice, mesh: Mesh, chunk: int, random_state: int
+        self,
+        transport: Transport,
+        parts: Sequence[Slice],
+        route: Route,
+        chunk: int,
+        random_state: int,
     ) -> None:
-        self.mesh = mesh
+        self._route = route
         self._transport = transport
         self._chunk = chunk
-        self._has_part = transport.rank < mesh.size
-        sampler = BatchSampler(random_state)
-        self._worker = StageWorker(transport, part, KVCaches(part.new_caches), sampler, mesh=mesh)
+        self._has_part = transport.rank < route.mesh.size
+        self._workers = [
+            StageWorker(
+                transport,
+                part,
+                KVCaches(part.new_caches),
+                BatchSampler(random_state),
+                route=route,
+                hop=hop,
+            )
+            for hop, part in zip(route.numbers(transport.rank), parts, strict=True)
+        ]
 
-    def hold(self, number: int, adapter: Adapter) -> None:
-        """Let sequences be computed by an adapter of this number from now on."""
-        self._worker.adapters.by_number[number] = adapter
+    def hold(self, number: int, adapters: Sequence[Adapter]) -> None:
+        """Let sequences be computed by an adapter of this number from now on: it is given for each
+        hop."""
+        for worker, adapter in zip(self._workers, adapters, strict=True):
+            worker.adapters.by_number[number] = adapter
 
     def release(self, number: int) -> None:
         """Forget an adapter, once the sequences under way no longer need it."""
-        del self._worker.adapters.by_number[number]
+        for worker in self._workers:
+            del worker.adapters.by_number[number]
 
     @takes_long
     def follow(self) -> None:
         """Do what rank 0's first stage announces until it stops. On all other ranks."""
         if self._has_part:
-            LaterStage(self._worker).run()
+            LaterStage(*self._workers).run()
 
     def lead(self, most: int, capacity: int | None, prefixes: PrefixCache | None) -> FirstStage:
         """Return the first stage, on rank 0: for so many sequences at ``most``, which have room for
         ``capacity`` tokens together."""
-        scheduler = Scheduler(self.mesh.pp, most, self._chunk, 1, capacity)
-        return FirstStage(self._worker, scheduler, prefixes)
+        # A rank computes an item on all its hops before the next one: several groups would wait for
+        # each other, and one of all sequences reads the weights less often.
+        groups = 1 if self._route.comes_back else self._route.mesh.pp
+        scheduler = Scheduler(groups, most, self._chunk, 1, capacity)
+        first, *later = self._workers
+        return FirstStage(first, scheduler, prefixes, later=later)
 
     @together
     def score(self, sequences: Sequences, number: int, top: int) -> list[Scores]:
         """Return, on rank 0, the scores of sequences by an adapter of this number, or by none."""
-        worker = self._worker
-        with worker.adapters.computing(number) as part:
-            scorer = Scorer(self._transport, part, SCORED_ROWS, self._chunk, self.mesh)
+        with ExitStack() as holding:
+            parts = [
+                holding.enter_context(worker.adapters.computing(number)) for worker in self._workers
+            ]
+            scorer = Scorer(self._transport, parts, SCORED_ROWS, self._chunk, self._route)
             return scorer.score(sequences, top)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from shardmlx.api.checks import Checker
 from shardmlx.api.models import Models
 from shardmlx.api.open_requests import OpenLoss, OpenRequest
+from shardmlx.api.plan import cannot_sample
 from shardmlx.api.requests import (
     CreateModel,
     DeleteState,
@@ -333,7 +334,7 @@ class TrainService:
 
     def _begin_sample(self, job: OpenRequest, request: SamplePrompt) -> None:
         if self.sampler is None:
-            raise UserError("this program does not sample", "give a schedule with a stage a rank")
+            raise cannot_sample(self._plan)
         number = self._models.begin_sample(request.snapshot)
         try:
             self.sampler.add(request, number, job.future)

@@ -113,7 +113,7 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
         pack=opened.shape.takes_packed,
     )
     layout = spec.layout
-    if layout.schedule == AUTO:  # samples need one stage a rank
+    if layout.schedule == AUTO:  # samples are fastest with one stage a rank
         layout = replace(layout, schedule=SIMPLEST)
     if layout.data_parallel is None and layout.pipeline_stages is None and layout.stage_map is None:
         layout = replace(layout, data_parallel=1)

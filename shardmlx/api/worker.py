@@ -176,12 +176,14 @@ class LoopWorker(ModelWorker):
     def __init__(self, transport: Transport, reporter: Reporter) -> None:
         super().__init__(transport, reporter)
         self.sampling: SamplingWorker | None = None
-        """The part of this rank in sampling, if ranks have one stage each."""
+        """The part of this rank in sampling, if the first stage is on rank 0."""
         self._places: dict[LoraOptions, list[Slice]] = {}
-        """Stages with places for the weights of snapshots, for each kind of LoRA."""
+        """Hops with places for the weights of snapshots, for each kind of LoRA."""
         self._plan: LoopPlan | None = None
         self._whole: nn.Module | None = None
         self._base: Sequence[Slice] = ()
+        self._hops: Sequence[Slice] = ()
+        """The layers of the base by the hops of samples, of the same arrays."""
         self._models: dict[str, _Model] = {}
         self._keys: AdapterKeys | None = None
 
@@ -218,6 +220,7 @@ class LoopWorker(ModelWorker):
         assert self._whole is not None, "it was built"
         self._plan = plan
         self._base = self._own(cut(self._whole, plan.plan.stage_map.partition.ranges))
+        self._hops = self._hops_of(self._whole)
         self._whole = None
 
     @takes_long
@@ -227,15 +230,22 @@ class LoopWorker(ModelWorker):
         for part in self._base:
             part.load()
         plan = self.plan
-        if plan.can_sample:
-            mesh = replace(plan.plan.mesh, dp=1)
+        if plan.route is not None:
             self.sampling = SamplingWorker(
-                self.transport, self._base[0], mesh, plan.chunk, plan.random_state
+                self.transport, self._hops, plan.route, plan.chunk, plan.random_state
             )
         return sum(part.nbytes for part in self._base)
 
     def _own(self, slices: Sequence[Slice]) -> list[Slice]:
         return [slices[index] for index in self.plan.plan.stages_of(self.transport.rank)]
+
+    def _hops_of(self, model: nn.Module) -> list[Slice]:
+        """Return the layers of a model that this rank has on the route of samples."""
+        route = self.plan.route
+        if route is None:
+            return []
+        hops = cut(model, self.plan.layers_of_hops)
+        return [hops[number] for number in route.numbers(self.transport.rank)]
 
     def _share(self, parts: Sequence[Slice]) -> None:
         """Leave slices this rank's share of their layers."""
@@ -250,17 +260,21 @@ class LoopWorker(ModelWorker):
     def build(self, model: str, lora: LoraOptions) -> int:
         """Build a new LoRA; return how many weights this rank trains of it. Raises
         ``UserError``."""
-        slices = self._built(lora, trains=True)
+        slices = self._cut(self._whole_with(lora, trains=True))
         for part in self._own(slices):
             part.load()
         self._models[model] = made = _Model(self.plan, self.transport, lora, slices)
         return sum(part[name].size for part in made.parts for name in part.trainable)
 
-    def _built(self, lora: LoraOptions, *, trains: bool) -> list[Slice]:
-        """Build the slices of a LoRA lazily. Frozen arrays of this rank are those of the base."""
+    def _whole_with(self, lora: LoraOptions, *, trains: bool) -> nn.Module:
+        """Build the base with a LoRA lazily."""
         tune = fine_tune_of(lora, self.keys.chosen(lora), self.plan.dtype)
         whole, _ = build_model(self.opened.path, tune, lora.seed, None)
         whole.train(trains)
+        return whole
+
+    def _cut(self, whole: nn.Module) -> list[Slice]:
+        """Cut the slices of a LoRA. Frozen arrays of this rank are those of the base."""
         slices = cut(whole, self.plan.plan.stage_map.partition.ranges)
         parts = self._own(slices)
         self._share(parts)
@@ -376,11 +390,15 @@ class LoopWorker(ModelWorker):
         found = self._models[model]
         kind = replace(found.lora, seed=0)
         if kind not in self._places:
-            self._places[kind] = self._own(self._built(kind, trains=False))
-        (part,) = found.parts
-        (place,) = self._places[kind]
-        weights = {name: part[name] for name in part.trainable}
-        self.sampling.hold(number, Adapter(place, weights))
+            whole = self._whole_with(kind, trains=False)
+            self._places[kind] = self._hops_of(whole)
+            self._cut(whole)
+        weights = {name: part[name] for part in found.parts for name in part.trainable}
+        adapters = [
+            Adapter(place, {name: array for name, array in weights.items() if name in place})
+            for place in self._places[kind]
+        ]
+        self.sampling.hold(number, adapters)
 
     def drop_snapshot(self, number: int) -> None:
         """Forget a snapshot."""

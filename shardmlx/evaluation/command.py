@@ -23,6 +23,7 @@ from shardmlx.evaluation.scoring import Scorer, Scores, Sequences, perplexity_of
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.prompts import PromptEncoder
+from shardmlx.inference.route import Route
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import RankMemory, prepare, report_memory
 from shardmlx.inference.worker import InferenceWorker
@@ -43,7 +44,9 @@ class EvaluationWorker(InferenceWorker):
         rank 0."""
         if self._scorer is None:
             chunk = self.run.generation.setup.chunk
-            self._scorer = Scorer(self.transport, self.run.part, rows, chunk, self.run.job.mesh)
+            self._scorer = Scorer(
+                self.transport, [self.run.part], rows, chunk, Route.of(self.run.job.mesh)
+            )
         return self._scorer.score(sequences)
 
 

@@ -5,7 +5,7 @@ right behind it, and the last rank sends back the scores of every token. Perplex
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from shardmlx.distributed.messages import Handle, new_buffer
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.engine.batches import Sample
+from shardmlx.inference.route import Route
 from shardmlx.inference.stage import HIDDEN_TAG, UNSENT
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
@@ -37,84 +38,124 @@ class Scores:
     top_logprobs: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Hidden states on their way into a ``buffer``."""
+
+    buffer: mx.array
+    handle: Handle
+
+
+def _padded(sequences: Sequences) -> np.ndarray:
+    """Return the sequences as rows of tokens, with zeros behind."""
+    tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = sequence
+    return tokens
+
+
 class Scorer:
-    """A rank's part in scoring, ``rows`` and ``chunk`` positions at a time: rank i has stage i, or
-    a share of a stage in a ``mesh`` of such. Ranks beyond the mesh have no part in it."""
+    """A rank's part in scoring, ``rows`` and ``chunk`` positions at a time: the layers of its hops
+    on a ``route``, which are by default its stage, ``parts``. Ranks beyond the route's mesh have no
+    part in it."""
 
     def __init__(
-        self, transport: Transport, part: Slice, rows: int, chunk: int, mesh: Mesh | None = None
+        self,
+        transport: Transport,
+        parts: Sequence[Slice],
+        rows: int,
+        chunk: int,
+        route: Route | None = None,
     ) -> None:
         self._transport = transport
-        self._part = part
-        self._rows, self._chunk = rows, chunk
-        self._mesh = mesh or Mesh(1, transport.size)
-        self._sharing = self._mesh.sharing(transport.rank)
-        across = len(self._sharing)
-        self._giver, self._taker = transport.rank - across, transport.rank + across
+        self._rows = rows
+        self._chunk = chunk
+        self._route = route or Route.of(Mesh(1, transport.size))
+        self._parts = dict(zip(self._route.numbers(transport.rank), parts, strict=True))
+        """The layers of each hop, by its number."""
+        self._sharing = self._route.mesh.sharing(transport.rank)
         self._outbox = Outbox(transport)
 
     def score(self, sequences: Sequences, top: int = 0) -> list[Scores]:
         """Return, on rank 0, the sequences' scores, with the ``top`` likeliest tokens. All ranks
         score the same ones."""
-        mine = self._scored(sequences, top) if self._transport.rank < self._mesh.size else {}
+        has_part = self._transport.rank < self._route.mesh.size
+        mine = self._scored(sequences, top) if has_part else {}
         everyone = self._transport.gather(mine, what="scores")
-        last = self._mesh.size - 1
-        return [] if everyone is None else [everyone[last][i] for i in range(len(sequences))]
+        end = self._route.end
+        return [] if everyone is None else [everyone[end][i] for i in range(len(sequences))]
 
     def _scored(self, sequences: Sequences, top: int) -> dict[int, Scores]:
         """Return the scores of sequences by number, on ranks of the last stage."""
-        rank, name = self._transport.rank, self._transport.name
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
         batches = [order[at : at + self._rows] for at in range(0, len(order), self._rows)]
-        shapes = [
-            (len(batch), max(len(sequences[i]) for i in batch) - 1, self._part.hidden_size)
-            for batch in batches
-        ]
+        of_batches = [_padded([sequences[i] for i in batch]) for batch in batches]
         mine: dict[int, Scores] = {}
-        due = self._receive(shapes[0]) if shapes else None
+        due = self._receive(of_batches[0]) if of_batches else {}
         for number, batch in enumerate(batches):
-            tokens = np.zeros((len(batch), shapes[number][1] + 1), np.int32)
+            tokens = of_batches[number]
+            now_due = due
+            due = self._receive(of_batches[number + 1]) if number + 1 < len(batches) else {}
+            scores = self._compute(f"scoring, batch {number}", tokens, now_due, top)
+            if scores is None:
+                continue
             for row, i in enumerate(batch):
-                tokens[row, : len(sequences[i])] = sequences[i]
-            doing = f"scoring, batch {number}"
-            what = f"{name(rank)}, {doing}"
-            self._transport.activity.begin(doing)
-            if due is None:
-                x = mx.array(tokens[:, :-1])
-            else:
-                x, handle = due
-                due = self._receive(shapes[number + 1]) if number + 1 < len(shapes) else None
-                waiting = f"{what}, waiting for {name(self._giver)}"
-                self._transport.wait(handle, partial(str, waiting))
-            with losses_named(self._transport, self._sharing, partial(str, what)):
-                hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
-                mx.eval(hidden)
-            if self._part.is_last:
-                scores = self._scores(hidden, tokens[:, 1:], top)
-                for row, i in enumerate(batch):
-                    count = len(sequences[i]) - 1
-                    mine[i] = Scores(*(each[row, :count] for each in scores))
-            else:
-                self._outbox.send(hidden, self._taker, HIDDEN_TAG, doing)
-                self._outbox.drain(UNSENT)
+                count = len(sequences[i]) - 1
+                mine[i] = Scores(*(each[row, :count] for each in scores))
         self._outbox.drain(0)
         return mine
 
-    def _receive(self, shape: tuple[int, ...]) -> tuple[mx.array, Handle] | None:
-        if self._part.is_first:
-            return None
-        buffer = new_buffer(shape, self._part.dtype)
-        return buffer, self._transport.receive(buffer, self._giver, HIDDEN_TAG)
+    def _compute(
+        self, doing: str, tokens: np.ndarray, due: Mapping[int, _Due], top: int
+    ) -> list[np.ndarray] | None:
+        """Compute a batch on all hops of this rank, of which some are ``due`` hidden states; return
+        the fields of ``Scores``, on ranks of the last hop."""
+        rank = self._transport.rank
+        name = self._transport.name
+        what = f"{name(rank)}, {doing}"
+        self._transport.activity.begin(doing)
+        scores = None
+        for hop, part in self._parts.items():
+            if hop in due:
+                x = due[hop].buffer
+                waiting = f"{what}, waiting for {name(self._route.giver(hop, rank))}"
+                self._transport.wait(due[hop].handle, partial(str, waiting))
+            else:
+                x = mx.array(tokens[:, :-1])
+            with losses_named(self._transport, self._sharing, partial(str, what)):
+                hidden = mx.contiguous(part(x, attention_chunk=self._chunk))
+                mx.eval(hidden)
+            if part.is_last:
+                scores = self._scores(part, hidden, tokens[:, 1:], top)
+            else:
+                taker = self._route.taker(hop, rank)
+                self._outbox.send(hidden, taker, HIDDEN_TAG, doing)
+                self._outbox.drain(UNSENT)
+        return scores
 
-    def _scores(self, hidden: mx.array, targets: np.ndarray, top: int) -> list[np.ndarray]:
+    def _receive(self, tokens: np.ndarray) -> dict[int, _Due]:
+        """Begin to receive the hidden states of a batch, for each hop but the first of all."""
+        rows, length = tokens.shape
+        due = {}
+        for hop, part in self._parts.items():
+            if not part.is_first:
+                buffer = new_buffer((rows, length - 1, part.hidden_size), part.dtype)
+                giver = self._route.giver(hop, self._transport.rank)
+                handle = self._transport.receive(buffer, giver, HIDDEN_TAG)
+                due[hop] = _Due(buffer, handle)
+        return due
+
+    def _scores(
+        self, part: Slice, hidden: mx.array, targets: np.ndarray, top: int
+    ) -> list[np.ndarray]:
         """Return the fields of ``Scores`` for ``targets``, each (rows, T) or (rows, T, top)."""
         found: list[list[np.ndarray]] = []
         wanted = mx.array(targets)
         positions = max(1, self._chunk // len(targets))  # logits are large
         for start in range(0, hidden.shape[1], positions):
             here = slice(start, start + positions)
-            logits = self._part.logits(self._part.norm(hidden[:, here])).astype(mx.float32)
+            logits = part.logits(part.norm(hidden[:, here])).astype(mx.float32)
             logprobs = nn.log_softmax(logits)
             own = mx.take_along_axis(logprobs, wanted[:, here, None], axis=-1)[..., 0]
             is_own = mx.argmax(logits, axis=-1) == wanted[:, here]

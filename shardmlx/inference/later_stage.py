@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
-from shardmlx.distributed.messages import Handle, PeerLost, copy_into
-from shardmlx.inference.commands import Commands, Decode, Item, Stop, item_of
-from shardmlx.inference.stage import HIDDEN_TAG, StageWorker
+from shardmlx.distributed.messages import PeerLost
+from shardmlx.inference.commands import Commands, Item, Stop, item_of
+from shardmlx.inference.stage import Expected, ItemGraph, StageWorker
 
 AHEAD = 2
 """Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
@@ -18,12 +17,11 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """Commands that have been announced, with their item's inputs, and the receive of these."""
+    """Commands that have been announced, and what is to come into each of this rank's hops."""
 
     commands: Commands
     item: Item | None
-    inputs: mx.array | None = None
-    handle: Handle | None = None
+    expected: Sequence[Expected] = ()
 
     @property
     def stops(self) -> bool:
@@ -32,14 +30,16 @@ class _Heard:
 
 
 class LaterStage:
-    """A rank other than 0: it does what is announced by the one before, until it is told to
-    stop."""
+    """A rank other than 0, with a worker for each of its hops: it does what is announced by the
+    rank before, until it is told to stop."""
 
-    def __init__(self, worker: StageWorker) -> None:
-        self._worker = worker
-        self._peer = worker.transport.rank - 1
+    def __init__(self, *workers: StageWorker) -> None:
+        self._workers = workers
+        self._worker = workers[0]
+        """The one that listens."""
+        self._peer = self._worker.transport.rank - 1
         self._heard: deque[_Heard] = deque()
-        self._next = worker.announcer.await_next()
+        self._next = self._worker.announcer.await_next()
 
     def run(self) -> None:
         """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
@@ -55,37 +55,40 @@ class LaterStage:
                 is_told_to_stop = told.stops
                 worker.begin(told.item)
                 if told.item is None:
-                    worker.do(told.commands)
+                    for each in self._workers:
+                        each.do(told.commands)
                 else:
                     self._compute(told)
                 worker.item = None
-            worker.outbox.drain(0)
-        worker.retract()
+            for each in self._workers:
+                each.outbox.drain(0)
+        for each in self._workers:
+            each.retract()
         worker.begin(None)
 
     def _compute(self, told: _Heard) -> None:
-        worker = self._worker
-        graph = worker.graph_of(told.commands, told.inputs)
+        # All of them, before another announcement finds a graph that this one takes.
+        graphs = [
+            worker.graph_of(told.commands, expected.inputs)
+            for worker, expected in zip(self._workers, told.expected, strict=True)
+        ]
         while self._may_hear():
             self._hear()
-        assert told.handle is not None, "an item has inputs"
-        assert told.inputs is not None, "an item has inputs"
-        worker.wait(told.handle, worker.giver)
-        if graph.inputs is not told.inputs:
-            copy_into(graph.inputs, told.inputs)
-        worker.start(graph)
-        if worker.stage == 0:
+        for worker, graph, expected in zip(self._workers, graphs, told.expected, strict=True):
+            worker.begin(told.item)
+            with worker.named_errors():
+                self._compute_hop(worker, graph, expected)
+            worker.item = None
+
+    def _compute_hop(self, worker: StageWorker, graph: ItemGraph, expected: Expected) -> None:
+        worker.start_with(graph, expected)
+        if worker.part.is_first:
             # Its next tokens come together with the announcement, which leaves no time.
-            self._foresee(told.item)
+            worker.foresee_next(graph.item)
         worker.finish(graph)
         worker.pass_on(graph)
-        if worker.stage > 0:
-            self._foresee(told.item)
-
-    def _foresee(self, item: Item | None) -> None:
-        """Build the graph of a group's next step, while its tokens are on their way."""
-        if isinstance(item, Decode) and item.is_plain:
-            self._worker.foresee(Decode(item.sequences, item.group))
+        if not worker.part.is_first:
+            worker.foresee_next(graph.item)
 
     def _may_hear(self) -> bool:
         """Return whether an announcement has come, and may be taken in ahead of its time."""
@@ -103,11 +106,9 @@ class LaterStage:
         item = item_of(commands)
         told = _Heard(commands, item)
         if item is not None:
-            # A graph that was foreseen has a buffer, unless items before may have it forgotten.
-            graph = None if self._heard else worker.foreseen_by(commands)
-            inputs = worker.new_inputs(item) if graph is None else graph.inputs
-            handle = worker.transport.receive(inputs, worker.giver, HIDDEN_TAG)
-            told = _Heard(commands, item, inputs, handle)
+            is_next = not self._heard
+            expected = [each.expect(commands, item, is_next=is_next) for each in self._workers]
+            told = _Heard(commands, item, expected)
         self._heard.append(told)
         if not told.stops:  # after which nothing comes
             self._next = worker.announcer.await_next()

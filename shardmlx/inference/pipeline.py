@@ -42,6 +42,9 @@ the last stage; what it guesses comes with the sampled tokens, in further rows.
 While such an item is in later stages rank 0 may issue more of them, each on a guess of what comes
 of the one before. If that is wrong, both ends know that all of these are void: what they give is
 dropped as it comes, and the next announcement has all stages forget their tokens.
+
+Where ranks have several stages, as in a ring or a V, the way of an item comes back to them: route.py
+has these ways. A rank computes an item on all its hops, in order, before the next item.
 """
 
 from __future__ import annotations
@@ -49,7 +52,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -79,7 +81,7 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import FoundPrefix, Scheduler
 from shardmlx.inference.sequence_drafts import SequenceDrafts
 from shardmlx.inference.sequence_state import SequenceState
-from shardmlx.inference.stage import TOKENS_TAG, UNSENT, StageWorker
+from shardmlx.inference.stage import TOKENS_TAG, UNSENT, ItemGraph, StageWorker
 
 NONE_YET = np.zeros((0, 1), np.int32)
 """The tokens of a round that come out of its graph, before they do."""
@@ -89,7 +91,8 @@ class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
     ended sequences are kept for prompts that begin like them, within the scheduler's capacity, and
     on the disk where the worker has files. ``drafting`` lets one step give a sequence several
-    tokens; they come as if by steps of their own."""
+    tokens; they come as if by steps of their own. Where the way of a token comes back to rank 0,
+    ``later`` are the workers of these hops."""
 
     def __init__(
         self,
@@ -97,8 +100,10 @@ class FirstStage:
         scheduler: Scheduler,
         prefix_cache: PrefixCache | None = None,
         drafting: Drafting | None = None,
+        later: Sequence[StageWorker] = (),
     ) -> None:
         self._worker = worker
+        self._later = later
         self._last = worker.last
         self._scheduler = scheduler
         self._prefix_cache = prefix_cache
@@ -115,6 +120,10 @@ class FirstStage:
         # Tokens of a round that come after its first.
         self._others: deque[tuple[int, SampledToken]] = deque()
         self._stored: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def _workers(self) -> Sequence[StageWorker]:
+        return (self._worker, *self._later)
 
     @property
     def is_idle(self) -> bool:
@@ -215,7 +224,8 @@ class FirstStage:
         self._worker.begin(None)
         self._worker.announce(commands)
         self._worker.outbox.drain(UNSENT)
-        self._worker.do(commands)
+        for worker in self._workers:
+            worker.do(commands)
 
     def step(self, *, begins: bool = True) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Unless
@@ -236,7 +246,7 @@ class FirstStage:
             return []
         if not self._last:
             oldest = self._rounds[0]
-            self._worker.sample_late(oldest.graph, oldest.void)
+            self._workers[-1].sample_late(oldest.graph, oldest.void)
         if begins:
             self._run_ahead()
         self._wait()
@@ -268,9 +278,11 @@ class FirstStage:
         ``is_resting``, they may go on later."""
         if self._worker.files is not None:
             self.keep_alive()
-        self._worker.retract()
+        for worker in self._workers:
+            worker.retract()
         self._worker.announce((Stop(),))
-        self._worker.outbox.drain(0)
+        for worker in self._workers:
+            worker.outbox.drain(0)
         self._worker.begin(None)
 
     def _issue_next(self) -> bool:
@@ -322,7 +334,7 @@ class FirstStage:
         if self._last:
             worker.wait(oldest.handle, self._last)
             return
-        worker.finish(oldest.graph)
+        self._workers[-1].finish(oldest.graph)
         oldest.tokens = oldest.graph.tokens
         oldest.handle.done = True
 
@@ -352,15 +364,30 @@ class FirstStage:
         worker.start(graph)
         if item.samples:
             self._rounds.append(self._round_of(item, graph, draft, runs_ahead=ahead is not None))
-        if self._last or not item.samples:
-            worker.finish(graph)
-        worker.pass_on(graph)
+        foresees = not worker.runs_ahead and not self._scheduler.has_prompt
+        self._end(worker, graph, foresees=foresees)
+        for later in self._later:
+            later.begin(item)
+            with later.named_errors():
+                expected = later.expect(commands, item)
+                graph = later.graph_of(commands, expected.inputs)
+                later.start_with(graph, expected)
+                self._end(later, graph, foresees=foresees)
         if self._last:
             self._drafts.read_prompt(item)
-        if not worker.runs_ahead:
-            self._foresee(item)
+        elif item.samples:
+            self._rounds[-1].graph = graph
 
-    def _round_of(self, item: Item, graph: Any, draft: Draft, *, runs_ahead: bool) -> Round:
+    def _end(self, worker: StageWorker, graph: ItemGraph, *, foresees: bool) -> None:
+        """Let a graph that has been started come to its end on this rank, and pass on what it
+        gives. Tokens that are sampled here are awaited later."""
+        if not graph.item.samples or not worker.part.is_last:
+            worker.finish(graph)
+        worker.pass_on(graph)
+        if foresees:
+            worker.foresee_next(graph.item)
+
+    def _round_of(self, item: Item, graph: ItemGraph, draft: Draft, *, runs_ahead: bool) -> Round:
         """Return the round of an item that has been started: its tokens come in a message, or out
         of its ``graph``."""
         if not self._last:
@@ -397,12 +424,6 @@ class FirstStage:
             case Border():
                 self._sequences[command.sequence].borders += (command.tokens,)
         return command
-
-    def _foresee(self, item: Item) -> None:
-        """Build the graph of a group's next step, while the tokens of this one are on their way."""
-        # After a round it depends on how many drafts were right.
-        if isinstance(item, Decode) and item.is_plain and not self._scheduler.has_prompt:
-            self._worker.foresee(Decode(item.sequences, item.group))
 
     def _has_come(self, under_way: Round) -> bool:
         if not self._last:

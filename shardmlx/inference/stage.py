@@ -13,7 +13,13 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.compat import begin_evaluation
-from shardmlx.distributed.messages import Handle, PeerLost, TransportError, new_buffer
+from shardmlx.distributed.messages import (
+    Handle,
+    PeerLost,
+    TransportError,
+    copy_into,
+    new_buffer,
+)
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.tags import FIRST_ENGINE_TAG
 from shardmlx.distributed.transport import Outbox, Transport
@@ -38,6 +44,7 @@ from shardmlx.inference.commands import (
 from shardmlx.inference.drafts import accepted
 from shardmlx.inference.kv_caches import Backup, Caches, KVCaches
 from shardmlx.inference.prefix_files import PrefixFiles
+from shardmlx.inference.route import Route
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
@@ -82,12 +89,20 @@ class ItemGraph:
     tokens: np.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The inputs of an item that are on their way, and their receive."""
+
+    inputs: mx.array
+    handle: Handle
+
+
 @dataclass
 class StageWorker:
-    """A rank's part in generation, held by the stage that says what is next: rank i has stage i, or
-    a share of a stage in a ``mesh`` of such.
+    """A rank's part in a ``hop`` of generation, held by the stage that says what is next: without a
+    ``route`` rank i has stage i, and without a number the hop is the rank's first on it.
 
-    ``part`` holds the stage's layers. The first rank of those that share the last stage samples,
+    ``part`` holds the layers of the hop. The first rank of those that share the last one samples,
     by its ``sampler``. Without shares it has the model's ``head`` if that drafts: the last of
     ``caches`` is then the head's. Kept sequences have ``files`` where they outlive the job.
     ``item`` is at work now: errors name it. ``adapters`` are those by which sequences are computed.
@@ -100,27 +115,32 @@ class StageWorker:
     files: PrefixFiles | None = None
     head: DraftHead | None = None
     item: Item | None = None
-    mesh: Mesh | None = None
+    route: Route | None = None
+    hop: int | None = None
     adapters: Adapters = field(init=False)
     announcer: Announcer = field(init=False)
 
     def __post_init__(self) -> None:
         rank = self.transport.rank
-        mesh = self.mesh or Mesh(1, self.transport.size)
+        route = self.route or Route.of(Mesh(1, self.transport.size))
+        mesh = route.mesh
+        number = route.numbers(rank)[0] if self.hop is None else self.hop
         self.adapters = Adapters(self.part)
-        self.stage = mesh.coordinates(rank)[1]
-        self.last = mesh.rank(0, mesh.pp - 1)  # which samples
+        self.last = route.end  # which samples
+        self.giver = route.giver(number, rank)
+        """The rank that gives this one the inputs of its items, unless this is rank 0's first hop,
+        into which tokens go."""
+        self._taker = None if self.part.is_last else route.taker(number, rank)
+        self._name = str(route.hops[number])
         self._sharing = mesh.sharing(rank)
         self._is_last = self.part.is_last and rank == self.last
         self.shares_tokens = len(self._sharing) > 1
         """True if other ranks share this one's stage, and need the tokens that enter it."""
-        alone = self.last == 0 and rank == 0 and not self.shares_tokens
-        self.runs_ahead = alone and self.head is None
+        self.runs_ahead = mesh.size == 1 and self.head is None
         """True if this rank samples what it reads next: a step can begin with tokens that nobody
         has read. The head reads them first, and so do ranks that share the stage: MLX waits for
         their part of a sum before it returns from what was to run ahead."""
-        is_alone = mesh.size == 1 and self.head is None
-        self._is_whole = self.part.is_first and self.part.is_last and is_alone
+        self._is_whole = self.part.is_first and self.part.is_last and self.runs_ahead
         self._steps = 0
         self.outbox = Outbox(self.transport)
         self.announcer = Announcer(self.outbox, mesh.size)
@@ -245,6 +265,12 @@ class StageWorker:
         if likely.group not in self._foreseen:
             self._foreseen[likely.group] = self.build(likely, is_foreseen=True)
 
+    def foresee_next(self, item: Item) -> None:
+        """Build the graph of the next step of an item's group, while its tokens are on their way.
+        After a round with drafts it depends on how many were right."""
+        if isinstance(item, Decode) and item.is_plain:
+            self.foresee(Decode(item.sequences, item.group))
+
     def foreseen_by(self, commands: Commands) -> ItemGraph | None:
         """Return the graph of what comes next, if this was foreseen."""
         item = commands[0] if len(commands) == 1 else None
@@ -352,9 +378,8 @@ class StageWorker:
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0, and
         forget messages that have been sent."""
-        if not self.part.is_last:
-            peer = self.transport.rank + len(self._sharing)
-            self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._doing())
+        if self._taker is not None:
+            self.outbox.send(graph.outputs, self._taker, HIDDEN_TAG, self._doing())
         elif graph.tokens is not None and self.last:
             self.outbox.send(graph.tokens, 0, TOKENS_TAG, self._doing())
         self.outbox.drain(UNSENT)
@@ -364,10 +389,19 @@ class StageWorker:
         for peer in self._sharing[1:]:
             self.outbox.send(tokens, peer, HIDDEN_TAG, self._doing())
 
-    @property
-    def giver(self) -> int:
-        """The rank that gives this one, which is not rank 0, the inputs of its items."""
-        return self.transport.rank - len(self._sharing) if self.stage else 0
+    def expect(self, commands: Commands, item: Item, *, is_next: bool = True) -> Expected:
+        """Begin to receive the inputs of an item: into the graph that was foreseen, if it
+        ``is_next`` and no other item may have that forgotten."""
+        graph = self.foreseen_by(commands) if is_next else None
+        inputs = self.new_inputs(item) if graph is None else graph.inputs
+        return Expected(inputs, self.transport.receive(inputs, self.giver, HIDDEN_TAG))
+
+    def start_with(self, graph: ItemGraph, expected: Expected) -> None:
+        """Begin to evaluate a graph once its inputs have come."""
+        self.wait(expected.handle, self.giver)
+        if graph.inputs is not expected.inputs:
+            copy_into(graph.inputs, expected.inputs)
+        self.start(graph)
 
     def announce(self, commands: Commands) -> None:
         """Tell the next rank, if there is one, what comes next."""
@@ -415,7 +449,7 @@ class StageWorker:
         return f"{self.transport.name(self.transport.rank)}, {self._doing()}"
 
     def _doing(self) -> str:
-        return f"stage {self.stage}, {self.item}" if self.item else f"stage {self.stage}"
+        return f"{self._name}, {self.item}" if self.item else self._name
 
 
 def _take_back(graph: ItemGraph | None) -> None:

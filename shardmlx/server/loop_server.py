@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from socket import socket
 
+from shardmlx.api.plan import cannot_sample
 from shardmlx.api.service import TrainService
 from shardmlx.api.setup import prepare, serve_loop
 from shardmlx.api.worker import LoopWorker
@@ -65,9 +66,7 @@ def _answer(
 
     sampler = service.sampler
     if sampler is None:
-        schedule = crew.worker.plan.plan.schedule
-        problem = f"--schedule {schedule} gives a rank several stages, and answers need one on each"
-        raise UserError(problem, "serve with --schedule 1f1b")
+        raise cannot_sample(crew.worker.plan)
     reporter = crew.worker.reporter
     sampling = usual_sampling(config, encoder.tokenizer)
     server = RequestServer(

@@ -31,13 +31,17 @@ def test_the_example_of_the_page_runs(small: Path, tmp_path: Path) -> None:
     assert f"saved {state.stat().st_size} bytes" in printed
 
 
-@pytest.mark.parametrize("model", ["small", "small_tied"])
-def test_two_ranks_that_share_each_layer_have_the_losses_of_one_process(
-    model: str, request: pytest.FixtureRequest, tmp_path: Path
+@pytest.mark.parametrize(
+    ("ranks", "model", "how"),
+    [(2, "small", {}), (2, "small_tied", {}), (4, "small", {"schedule": "zb-v"})],
+    ids=["2 ranks", "tied", "zb-v on 4"],
+)
+def test_ranks_that_share_each_layer_have_the_losses_of_one_process(
+    ranks: int, model: str, how: dict[str, str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     path: Path = request.getfixturevalue(model)
-    options = json.dumps({"tensor_parallel": 2, "device": "cpu"})
-    job = run_in_pool(2, PROGRAMS / "loop_steps.py", path, options, cwd=tmp_path)
+    options = json.dumps({"tensor_parallel": 2, "device": "cpu", **how})
+    job = run_in_pool(ranks, PROGRAMS / "loop_steps.py", path, options, cwd=tmp_path)
     found = json.loads(job.well().stdout.splitlines()[-1])
     head = "lm_head" if model == "small" else "model.embed_tokens"
     expected = oracle(path, [*EVERYTHING, head], steps=4, eps=1e-5)

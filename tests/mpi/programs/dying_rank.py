@@ -31,10 +31,10 @@ def failing(name: str) -> Any:
             fail()
         start(self, graph)
 
-    def spoiled_scores(self: Scorer, hidden: Any, targets: Any, top: int) -> Any:
+    def spoiled_scores(self: Scorer, part: Any, hidden: Any, targets: Any, top: int) -> Any:
         if self._transport.rank == 1:
             fail()
-        return scores(self, hidden, targets, top)
+        return scores(self, part, hidden, targets, top)
 
     StageWorker.start = spoiled  # type: ignore[method-assign]
     Scorer._scores = spoiled_scores  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.adapters import Adapter
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.route import Route
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from testbed.tiny_models import VOCABULARY
@@ -65,21 +66,27 @@ def on_ranks(
     capacity: int | None = 4096,
     world: int | None = None,
     most: int = 8,
+    placement: Sequence[int] | None = None,
 ) -> Any:
     """Return what ``work`` makes of a sampler on a ``mesh`` of ranks, all of which hold adapters
-    moved by ``scales``. The ``world`` may have further ranks."""
+    moved by ``scales``; stages have a ``placement`` on these. The ``world`` may have further
+    ranks."""
     size = world or mesh.size
     models = [tiny_model(layers=LAYERS) for _ in range(size)]
     others = [{n: adapted(scale) for n, scale in (scales or {}).items()} for _ in range(size)]
 
     def run(transport: Transport) -> Any:
-        _, stage = mesh.coordinates(transport.rank % mesh.size)
-        first, last = (LAYERS * each // mesh.pp for each in (stage, stage + 1))
-        part = Slice(models[transport.rank], first, last)
-        worker = Ranks(transport, part, mesh, 8, 7)
+        route = Route.of(mesh, placement)
+        bounds = [LAYERS * i // len(route.hops) for i in range(len(route.hops) + 1)]
+        layers = [(bounds[number], bounds[number + 1]) for number in route.numbers(transport.rank)]
+        parts = [Slice(models[transport.rank], *each) for each in layers]
+        worker = Ranks(transport, parts, route, 8, 7)
         for number, model in others[transport.rank].items():
-            own = Slice(model, first, last)
-            worker.hold(number, Adapter(own, {name: own[name] for name in own.trainable}))
+            own = [Slice(model, *each) for each in layers]
+            worker.hold(
+                number,
+                [Adapter(each, {name: each[name] for name in each.trainable}) for each in own],
+            )
 
         def led(crew: Crew[Ranks]) -> Any:
             sampler = Sampler(
@@ -118,8 +125,18 @@ def logprobs_of(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
     return np.array(nn.log_softmax(logits))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(1, 3)], ids=str)
-def test_texts_of_the_base_and_of_snapshots_are_mlx_lm_s(mesh: Mesh) -> None:
+PLACEMENTS = {
+    "one rank": [0],
+    "a stage a rank": [0, 1, 2],
+    "zb-v": [0, 1, 1, 0],
+    "interleaved": [0, 1, 0, 1],
+    "zb-v of one rank": [0, 0],
+    "ranks out of order": [0, 2, 1],
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_texts_of_the_base_and_of_snapshots_are_mlx_lm_s(placement: list[int]) -> None:
     """All are under way at once, of three adapters; each answer's log-probabilities are those of
     the whole text."""
     scales = {1: 0.3, 2: 0.5}
@@ -133,7 +150,8 @@ def test_texts_of_the_base_and_of_snapshots_are_mlx_lm_s(mesh: Mesh) -> None:
         finish(sampler)
         return {key: future.result(0) for key, future in asked.items()}
 
-    found = on_ranks(mesh, work, scales=scales)
+    mesh = Mesh(1, max(placement) + 1)
+    found = on_ranks(mesh, work, scales=scales, placement=placement)
     for (i, adapter), result in found.items():
         model = adapted(scales[adapter]) if adapter else tiny_model(layers=LAYERS)
         (answer,) = result.answers
@@ -145,7 +163,11 @@ def test_texts_of_the_base_and_of_snapshots_are_mlx_lm_s(mesh: Mesh) -> None:
         assert np.allclose(answer.logprobs, own, atol=1e-4)
 
 
-def test_answers_to_one_prompt_share_its_prefill_and_differ() -> None:
+V = PLACEMENTS["zb-v"]
+
+
+@pytest.mark.parametrize("placement", [[0, 1], V], ids=str)
+def test_answers_to_one_prompt_share_its_prefill_and_differ(placement: list[int]) -> None:
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[SampleResult]:
         how = SamplePrompt(LONG, count=5, max_tokens=12, seed=3, stop_ids=(), top_logprobs=2)
         first = ask(sampler, how)
@@ -154,7 +176,7 @@ def test_answers_to_one_prompt_share_its_prefill_and_differ() -> None:
         finish(sampler)
         return [first.result(0), again.result(0)]
 
-    first, again = on_ranks(Mesh(1, 2), work)
+    first, again = on_ranks(Mesh(1, 2), work, placement=placement)
     texts = [each.tokens.tolist() for each in first.answers]
     assert len({tuple(each) for each in texts}) == 5
     assert texts == [each.tokens.tolist() for each in again.answers]
@@ -198,8 +220,8 @@ def test_ranks_do_other_things_between_steps_and_answers_go_on() -> None:
         texts = [[*f.result(0).answers[0].tokens] for f in (*plain, *between)]
         return texts, count
 
-    for mesh in (Mesh(1, 1), Mesh(1, 2)):
-        texts, count = on_ranks(mesh, work)
+    for placement in ([0], [0, 1], V):
+        texts, count = on_ranks(Mesh(1, max(placement) + 1), work, placement=placement)
         assert texts[: len(PROMPTS)] == texts[len(PROMPTS) :]
         assert count > 10
 
@@ -220,7 +242,8 @@ def test_ranks_of_other_replicas_wait() -> None:
     assert on_ranks(Mesh(1, 2), work, world=4) == by_mlx_lm(tiny_model(layers=LAYERS), LONG, 4)
 
 
-def test_prompts_are_scored_by_their_own_snapshot() -> None:
+@pytest.mark.parametrize("placement", [[0, 1], V, PLACEMENTS["interleaved"], [0, 0]], ids=str)
+def test_prompts_are_scored_by_their_own_snapshot(placement: list[int]) -> None:
     scales = {1: 0.4}
 
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[SampleResult]:
@@ -236,7 +259,8 @@ def test_prompts_are_scored_by_their_own_snapshot() -> None:
         finish(sampler)
         return [future.result(0) for future in asked]
 
-    base, changed, _, single = on_ranks(Mesh(1, 2), work, scales=scales)
+    mesh = Mesh(1, max(placement) + 1)
+    base, changed, _, single = on_ranks(mesh, work, scales=scales, placement=placement)
     assert single.prompt_logprobs is not None
     assert np.isnan(single.prompt_logprobs).tolist() == [True]
     for result, model in ((base, tiny_model(layers=LAYERS)), (changed, adapted(scales[1]))):
@@ -275,7 +299,8 @@ def test_an_answer_ends_with_what_ends_it() -> None:
     assert [(text[: len(tokens)], "stop") for tokens, _ in ended] == ended
 
 
-def test_cancelled_samples_end_and_others_go_on() -> None:
+@pytest.mark.parametrize("placement", [[0, 1], V], ids=str)
+def test_cancelled_samples_end_and_others_go_on(placement: list[int]) -> None:
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[int]:
         gone = [ask(sampler, SamplePrompt(LONG, count=3, max_tokens=50)) for _ in range(2)]
         kept = ask(sampler, SamplePrompt(LONG[:9], max_tokens=6, temperature=0.0, stop_ids=()))
@@ -288,7 +313,7 @@ def test_cancelled_samples_end_and_others_go_on() -> None:
         return tokens
 
     expected = by_mlx_lm(tiny_model(layers=LAYERS), LONG[:9], 6)
-    assert on_ranks(Mesh(1, 2), work) == expected
+    assert on_ranks(Mesh(1, 2), work, placement=placement) == expected
 
 
 class CancelledAtLast(Future[SampleResult]):
@@ -310,7 +335,8 @@ def test_a_sample_may_be_cancelled_while_its_result_is_told() -> None:
     assert on_ranks(Mesh(1, 2), work) == (True, 6)
 
 
-def test_little_room_puts_answers_back_and_changes_none() -> None:
+@pytest.mark.parametrize("placement", [[0, 1], V, PLACEMENTS["interleaved"]], ids=str)
+def test_little_room_puts_answers_back_and_changes_none(placement: list[int]) -> None:
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[list[int]]:
         asked = [
             ask(sampler, SamplePrompt(p, count=2, max_tokens=20, stop_ids=(), temperature=0.0))
@@ -319,7 +345,7 @@ def test_little_room_puts_answers_back_and_changes_none() -> None:
         finish(sampler)
         return [f.result(0).answers[1].tokens.tolist() for f in asked]
 
-    found = on_ranks(Mesh(1, 2), work, capacity=512, most=16)
+    found = on_ranks(Mesh(1, 2), work, capacity=512, most=16, placement=placement)
     assert found == [by_mlx_lm(tiny_model(layers=LAYERS), p, 20) for p in PROMPTS]
 
 

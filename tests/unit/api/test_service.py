@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from shardmlx.api.requests import (
 )
 from shardmlx.api.service import TrainService
 from shardmlx.errors import UserError
+from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from tests.helpers.loops import RATE, learn, on_ranks, rows_of
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
@@ -85,11 +86,24 @@ def test_clients_on_threads_have_the_curves_that_each_would_have_alone(small: Pa
     assert [first, second] == alone
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {"data_parallel": 2})])
+LAYOUTS: Mapping[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks": (2, {}),
+    "2 x 2": (4, {"data_parallel": 2}),
+    "zb-v": (2, {"schedule": "zb-v"}),
+    "interleaved": (2, {"schedule": "interleaved-1f1b"}),
+    "2 x 2, zb-v": (4, {"data_parallel": 2, "schedule": "zb-v"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [*((each, "small") for each in LAYOUTS), ("zb-v", "small_tied")]
+)
 def test_samples_of_a_snapshot_have_the_log_probabilities_of_forward(
-    ranks: int, options: dict[str, Any], small: Path
+    layout: str, model: str, request: pytest.FixtureRequest
 ) -> None:
     """While another model trains; the snapshot does not move with the model that it is of."""
+    ranks, options = LAYOUTS[layout]
+    path: Path = request.getfixturevalue(model)
     prompt = [5, 6, 7, 8]
 
     def work(client: TrainClient) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -120,13 +134,16 @@ def test_samples_of_a_snapshot_have_the_log_probabilities_of_forward(
             client.sample(prompt, snapshot).result()
         return found
 
-    for sampled, trained in on_ranks(ranks, small, work, **options):
+    for sampled, trained in on_ranks(ranks, path, work, **options):
         np.testing.assert_allclose(sampled, trained, atol=1e-4)
 
 
-def test_ranks_with_several_stages_train_and_name_the_schedule_when_asked_to_sample(
-    small: Path,
+def test_samples_are_refused_where_the_first_stage_is_not_on_rank_0(
+    small: Path, tmp_path: Path
 ) -> None:
+    stage_map = tmp_path / "map.yaml"
+    write_stage_map(StageMap.from_sizes([2, 3], [1, 0]), stage_map)
+
     def work(client: TrainClient) -> list[UserError]:
         model = client.create_model(rank=4)
         learn(model, range(1))
@@ -138,10 +155,9 @@ def test_ranks_with_several_stages_train_and_name_the_schedule_when_asked_to_sam
         learn(model, range(1, 2))
         return errors
 
-    of_snapshot, of_sample = on_ranks(2, small, work, schedule="zb-v")
-    assert "zb-v" in of_snapshot.problem
-    assert "--schedule 1f1b" in of_snapshot.remedy
-    assert "schedule" in of_sample.remedy
+    for error in on_ranks(2, small, work, stage_map=str(stage_map)):
+        assert "map.yaml: stage 0 is on rank 1" in error.problem
+        assert "rank 0" in error.remedy
 
 
 def test_a_state_becomes_a_snapshot_without_a_model(small: Path, tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_scores_of_stages_are_those_of_the_model(family: str, ranges: list[Any])
     model = build(CONFIGS[family])
 
     def work(transport: LocalTransport) -> list[Scores]:
-        scorer = Scorer(transport, Slice(build(CONFIGS[family]), *ranges[transport.rank]), 3, 8)
+        part = Slice(build(CONFIGS[family]), *ranges[transport.rank])
+        scorer = Scorer(transport, [part], 3, 8)
         return scorer.score(sequences(), TOP)
 
     found = LocalNetwork(len(ranges), timeout=20).run(work)[0]
@@ -66,7 +67,7 @@ def test_the_likeliest_tokens_are_known() -> None:
         tokens.append(np.array(mx.argmax(model(mx.array(tokens)[None])[0, -1])).item())
     tokens[4] = (tokens[4] + 1) % VOCABULARY
     (scores,) = LocalNetwork(1).run(
-        lambda transport: Scorer(transport, Slice(model, 0, 2), 8, 4).score([tokens])
+        lambda transport: Scorer(transport, [Slice(model, 0, 2)], 8, 4).score([tokens])
     )[0]
     assert scores.is_likeliest[:4].tolist() == [True, True, True, False]
 
