@@ -43,8 +43,8 @@ While such an item is in later stages rank 0 may issue more of them, each on a g
 of the one before. If that is wrong, both ends know that all of these are void: what they give is
 dropped as it comes, and the next announcement has all stages forget their tokens.
 
-Where ranks have several stages, as in a ring or a V, the way of an item comes back to them: route.py
-has these ways. A rank computes an item on all its hops, in order, before the next item.
+Where ranks have several stages, as in a ring or a V, the way of an item comes back to them, as
+route.py shows. A rank computes an item on all its hops, in order, before the next item.
 """
 
 from __future__ import annotations
