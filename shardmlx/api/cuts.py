@@ -12,9 +12,7 @@ from shardmlx.api.requests import ForwardBackward, LossRow
 from shardmlx.engine.batches import MicroBatch, padded_width
 from shardmlx.engine.token_losses import TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
-
-FULL_PIPELINE = 4
-"""Micro-batches of each pipeline rank that keep its bubble small, if there are rows for so many."""
+from shardmlx.planning.loop import FULL_PIPELINE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

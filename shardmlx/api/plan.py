@@ -10,6 +10,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.route import Route
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.loop import no_prompts_come_in
 from shardmlx.planning.memory.limits import MemoryLimits
 
 
@@ -60,9 +61,4 @@ class LoopPlan:
 
 def cannot_sample(plan: LoopPlan) -> UserError:
     """Return the refusal of samples where there is no route for them."""
-    stage_map = plan.plan.stage_map
-    return UserError(
-        f"{stage_map}: stage 0 is on rank {stage_map.placement[0]}, and prompts of samples come in "
-        "on rank 0",
-        "put stage 0 on rank 0",
-    )
+    return no_prompts_come_in(plan.plan.stage_map)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.api.adapters import fine_tune_of
 from shardmlx.api.checks import Checker
-from shardmlx.api.cuts import FULL_PIPELINE
 from shardmlx.api.models import Models
 from shardmlx.api.plan import LoopPlan
-from shardmlx.api.requests import LoraOptions
 from shardmlx.api.sampling import SHORTEST_SHARED, Sampler, SamplingWorker
 from shardmlx.api.service import TrainService
 from shardmlx.api.states import StateStore
 from shardmlx.api.worker import LoopWorker
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.common_options import AUTO, SIMPLEST
 from shardmlx.config.inference import PIPELINED_CHUNK
 from shardmlx.config.loop import LoopSpec
-from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.distributed.crew import Crew
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.rank_setup import (
@@ -35,20 +28,8 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.partitioners import LayerCosts
-from shardmlx.planning.facts.job_facts import TrainingFacts
-from shardmlx.planning.facts.plan_facts import SequenceLengths
-from shardmlx.planning.facts.workload import DTYPE_BYTES, ModelSizes, Workload
-from shardmlx.planning.memory.generation import GenerationSetup, kv_cache_memory
-from shardmlx.planning.think import JobOptions, think
-
-FLOAT32 = DTYPE_BYTES["float32"]
-
-COPIES = 4
-"""Float32 copies of a LoRA that a model takes: weights, gradients, and two moments."""
-
-SNAPSHOTS = 2
-"""Snapshots for each model that are planned for: the one that is sampled from, and the next."""
+from shardmlx.planning.facts.workload import model_sizes
+from shardmlx.planning.loop import most_snapshots, plan_loop, run_of
 
 
 def prepare(spec: LoopSpec, crew: Crew[LoopWorker]) -> None:
@@ -56,7 +37,7 @@ def prepare(spec: LoopSpec, crew: Crew[LoopWorker]) -> None:
     fix, before weights are read."""
     reporter = crew.worker.reporter
     opened = open_everywhere(crew, spec.source, None, reporter)
-    crew.all(LoopWorker.build_base, spec.dtype)
+    crew.all(LoopWorker.build_base, spec.answers.dtype)
     plan = _planned(spec, crew)
     crew.all(LoopWorker.cut_base, plan)
     mesh = plan.plan.mesh
@@ -102,37 +83,17 @@ def serve_loop(spec: LoopSpec, crew: Crew[LoopWorker], tokenizer: TokenizerWrapp
 def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
     """Return the plan of ranks that have opened the model."""
     reporter = crew.worker.reporter
-    opened = crew.worker.opened
-    lora = LoraOptions(rank=spec.loop.max_lora_rank)
-    tune = fine_tune_of(lora, None, spec.dtype)
-    rows = FULL_PIPELINE * crew.size
-    batch = BatchOptions(
-        batch_size=rows,
-        max_seq_length=spec.loop.max_train_length,
-        recompute=spec.loop.recompute,
-        pack=opened.shape.takes_packed,
+    answers = spec.answers
+    files = open_model(str(crew.worker.opened.path))
+    run = run_of(spec, files, crew.size)
+    facts = gather_facts(
+        crew,
+        model_sizes(files, answers.dtype),
+        answers.machines,
+        answers.stage_map,
+        answers.bytes_for_requests,
     )
-    layout = spec.layout
-    if layout.schedule == AUTO:  # samples are fastest with one stage a rank
-        layout = replace(layout, schedule=SIMPLEST)
-    if layout.data_parallel is None and layout.pipeline_stages is None and layout.stage_map is None:
-        layout = replace(layout, data_parallel=1)
-    run = RunSpec(
-        model=spec.source.model,
-        revision=spec.source.revision,
-        fine_tune=tune,
-        batch=batch,
-        layout=layout,
-        machines=spec.machines,
-        loss=ObjectiveOptions(),
-    )
-    run = run.for_ranks(crew.size // layout.across)
-    workload = Workload.of(open_model(str(opened.path)), tune, batch)
-    workload = replace(workload, copies=_copies(spec), weight_sizes=_held_sizes(spec, workload))
-    facts = gather_facts(crew, workload, spec.machines, layout.stage_map)
-    lengths = SequenceLengths.full(batch.max_seq_length)
-    facts = replace(facts, training=TrainingFacts(workload, lengths))
-    job = think(JobOptions(training=run), facts)
+    job = plan_loop(spec, files, facts)
     for warning in job.warnings:
         reporter.warn(warning)
     plan = job.trained.plan
@@ -145,44 +106,16 @@ def _planned(spec: LoopSpec, crew: Crew[LoopWorker]) -> LoopPlan:
         plan=plan,
         shares=job.shares,
         savings=job.trained.workload.savings(job.cluster.backend),
-        dtype=spec.dtype,
-        tokens=plan.micro_batch_rows * batch.max_seq_length,
+        dtype=answers.dtype,
+        tokens=plan.micro_batch_rows * run.batch.max_seq_length,
         pack=plan.pack,
-        most_length=batch.max_seq_length,
+        most_length=run.batch.max_seq_length,
         most_models=spec.loop.max_adapters,
         most_rank=spec.loop.max_lora_rank,
-        most_snapshots=SNAPSHOTS * spec.loop.max_adapters + 1,
-        sequences=spec.sequences,
+        most_snapshots=most_snapshots(spec),
+        sequences=answers.batch_size,
         cache_tokens=spec.cache_tokens,
         chunk=PIPELINED_CHUNK,
         random_state=int.from_bytes(os.urandom(4)),
         limits=job.limits,
-    )
-
-
-def _copies(spec: LoopSpec) -> int:
-    """Return the float32 copies of a LoRA beside those of one model."""
-    return COPIES * (spec.loop.max_adapters - 1) + SNAPSHOTS * spec.loop.max_adapters + 1
-
-
-def _held_sizes(spec: LoopSpec, sizes: ModelSizes) -> LayerCosts:
-    """Return the bytes of each part of the model with what stays in memory beside its weights: the
-    KV caches of samples, and the adapters of the lm_head."""
-    shape = sizes.shape
-    caches = GenerationSetup(
-        model=sizes,
-        sequences=spec.sequences,
-        context=spec.cache_tokens,
-        cache_tokens=spec.cache_tokens,
-    )
-    copies = COPIES + _copies(spec)
-    width = shape.vocab_size + shape.hidden_size
-    adapters = FLOAT32 * copies * spec.loop.max_lora_rank * width
-    of_weights = sizes.weight_sizes
-    return LayerCosts(
-        tuple(
-            nbytes + kv_cache_memory(caches, i, i + 1) for i, nbytes in enumerate(of_weights.layers)
-        ),
-        of_weights.embedding + shape.tied * adapters,
-        of_weights.head + (not shape.tied) * adapters,
     )

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from shardmlx.config import common_options as common
-from shardmlx.config.common_options import AUTO
+from shardmlx.config.common_options import AUTO, SIMPLEST
+from shardmlx.config.inference import PIPELINED_CHUNK, InferenceConfig
+from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.options import Options, in_group, section
-from shardmlx.config.specs import RECOMPUTE, LayoutOptions, MachineOptions, ModelSource
+from shardmlx.config.specs import (
+    RECOMPUTE,
+    BatchOptions,
+    FineTune,
+    LayoutOptions,
+    ModelSource,
+    RunSpec,
+)
 from shardmlx.models.sizes.kv_cache import held
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -52,18 +62,63 @@ class LoopOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSpec:
-    """A training loop as far as its plan depends on it: samples have KV caches of ``cache_tokens``
-    together, ``sequences`` at a time."""
+    """A training loop as far as its plan depends on it: the models that train, and the ``answers``
+    that are sampled, whose KV caches have ``cache_tokens`` together. Where layers are divided so
+    that no answers can be computed, the loop trains alone, unless it ``must_sample``."""
 
-    source: ModelSource
-    layout: LayoutOptions
-    machines: MachineOptions
+    answers: InferenceConfig
     loop: LoopOptions
-    dtype: str | None
     cache_tokens: int
-    sequences: int
-    bytes_for_requests: int = 0
-    """The bytes that rank 0 takes to read what clients send."""
+    pipeline_stages: int | None = None
+    must_sample: bool = True
+
+    @property
+    def source(self) -> ModelSource:
+        """The base of all models."""
+        return self.answers.source
+
+    @property
+    def lora_parameters(self) -> Mapping[str, float]:
+        """The largest LoRA of a model, as mlx-lm has it; of all its linear layers."""
+        return {"rank": self.loop.max_lora_rank, "scale": 1.0, "dropout": 0.0}
+
+    def run(self, *, pack: bool, rows: int) -> RunSpec:
+        """Return the run of one of its models, with steps of so many ``rows``. Training and samples
+        share the ranks: a stage on each unless the schedule asks for more, and no replicas unless
+        these are asked for."""
+        loop = self.loop
+        answers = self.answers
+        replicas = loop.data_parallel
+        if (replicas, self.pipeline_stages, answers.stage_map) == (None, None, None):
+            replicas = 1
+        return RunSpec(
+            model=self.source.model,
+            revision=self.source.revision,
+            fine_tune=FineTune(
+                train=True,
+                num_layers=-1,
+                lora_parameters=self.lora_parameters,
+                dtype=answers.dtype,
+                zero=0,
+            ),
+            batch=BatchOptions(
+                batch_size=rows,
+                max_seq_length=loop.max_train_length,
+                recompute=loop.recompute,
+                pack=pack,
+            ),
+            layout=LayoutOptions(
+                stage_map=answers.stage_map,
+                pipeline_stages=self.pipeline_stages,
+                data_parallel=replicas,
+                tensor_parallel=answers.tensor_parallel,
+                tensor_shares=answers.tensor_shares,
+                partitioner=answers.partitioner,
+                schedule=SIMPLEST if loop.schedule == AUTO else loop.schedule,
+            ),
+            machines=answers.machines,
+            loss=ObjectiveOptions(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +146,21 @@ class LoopConfig(Options):
     @property
     def spec(self) -> LoopSpec:
         """The part on which the plan depends."""
+        shared = {
+            "hostfile": self.hostfile,
+            "memory_limit": self.memory_limit,
+            "dtype": self.dtype,
+            "stage_map": self.stage_map,
+            "partitioner": self.partitioner,
+            "tensor_parallel": self.tensor_parallel,
+            "tensor_shares": self.tensor_shares,
+            "batch_size": self.batch_size,
+            "prefill_step_size": PIPELINED_CHUNK,
+        }
         return LoopSpec(
-            source=self.source,
-            layout=LayoutOptions(
-                stage_map=self.stage_map,
-                pipeline_stages=self.pipeline_stages,
-                data_parallel=self.loop.data_parallel,
-                tensor_parallel=self.tensor_parallel,
-                tensor_shares=self.tensor_shares,
-                partitioner=self.partitioner,
-                schedule=self.loop.schedule,
-            ),
-            machines=MachineOptions(hostfile=self.hostfile, memory_limit=self.memory_limit),
+            answers=InferenceConfig.from_flat(**asdict(self.source), **shared),
             loop=self.loop,
-            dtype=self.dtype,
             cache_tokens=held(self.cache_tokens),
-            sequences=self.batch_size,
+            pipeline_stages=self.pipeline_stages,
+            must_sample=False,
         )

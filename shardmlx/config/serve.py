@@ -10,11 +10,17 @@ from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.inference import MODEL, REFUSED, SHOWN, InferenceConfig, most_tokens
+from shardmlx.config.inference import (
+    MODEL,
+    PIPELINED_CHUNK,
+    REFUSED,
+    SHOWN,
+    InferenceConfig,
+    most_tokens,
+)
 from shardmlx.config.loop import GROUP as LOOP
 from shardmlx.config.loop import LoopOptions, LoopSpec
 from shardmlx.config.options import declared, in_group, refuse, section, split_names
-from shardmlx.config.specs import LayoutOptions
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.kv_cache import held
 
@@ -169,23 +175,11 @@ class ServeConfig(InferenceConfig):
     @property
     def loop_spec(self) -> LoopSpec:
         """The training loop of clients, as far as its plan depends on it."""
-        return LoopSpec(
-            source=self.source,
-            layout=LayoutOptions(
-                stage_map=self.stage_map,
-                data_parallel=self.loop.data_parallel,
-                tensor_parallel=self.tensor_parallel,
-                tensor_shares=self.tensor_shares,
-                partitioner=self.partitioner,
-                schedule=self.loop.schedule,
-            ),
-            machines=self.machines,
-            loop=self.loop,
-            dtype=self.dtype,
-            cache_tokens=self.cache_tokens,
-            sequences=self.batch_size,
-            bytes_for_requests=self.bytes_for_requests,
-        )
+        return LoopSpec(answers=self, loop=self.loop, cache_tokens=self.cache_tokens)
+
+    def chunk(self, ranks: int, backend: str) -> int:
+        """Tokens of a prompt that a stage computes at a time: few, where training waits for it."""
+        return PIPELINED_CHUNK if self.train else super().chunk(ranks, backend)
 
 
 def check_packages(config: object) -> None:

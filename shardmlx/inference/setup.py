@@ -36,8 +36,6 @@ from shardmlx.planning.job import Job
 from shardmlx.planning.memory.limits import exceeded
 from shardmlx.planning.think import JobOptions, think
 
-TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
-
 Read = Callable[[PromptEncoder], GenerationLoad]
 """Function that says on rank 0 how much is to be generated. Raises ``UserError``."""
 
@@ -170,9 +168,9 @@ def typical_load(
     """Return the load before any prompt is known, with KV caches of ``capacity`` tokens, and with a
     prefix cache if it ``keeps_prefixes``."""
     context = min(capacity, encoder.positions or capacity)
-    answer = min(config.max_tokens, context // 2)
-    prompt = min(TYPICAL_PROMPT, context)
-    return GenerationLoad(sequences, prompt, answer, context, capacity, keeps_prefixes)
+    return GenerationLoad.typical(
+        sequences, capacity, context, config.max_tokens, keeps_prefixes=keeps_prefixes
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

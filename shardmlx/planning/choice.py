@@ -133,15 +133,16 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
 
 
 def _memory(plan: Plan, workload: Workload, facts: PlanFacts) -> tuple[PlannedMemory, ...]:
-    """Return the memory of each rank, with what it holds beside training."""
+    """Return the memory of each rank, with what those of the first replica hold beside training."""
     memory = planned_memory(plan, workload, facts.cluster, facts.lengths.longest)
     if facts.beside is None:
         return memory
     ranges = plan.stage_map.partition.ranges
     found = []
     for rank, each in enumerate(memory):
+        replica, _ = plan.mesh.coordinates(rank)
         beside = sum(facts.nbytes_beside(*ranges[stage]) for stage in plan.stages_of(rank))
-        found.append(each + PlannedMemory(beside, beside))
+        found.append(each if replica else each + PlannedMemory(beside, beside))
     return tuple(found)
 
 

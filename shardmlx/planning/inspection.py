@@ -22,6 +22,7 @@ from shardmlx.modelfiles.verify import verify
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS, PartitionerNames
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning import loop_command
 from shardmlx.planning.facts.chips import as_macs, shares_by_bandwidth
 from shardmlx.planning.facts.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
 from shardmlx.planning.layout import make_mesh
@@ -75,6 +76,10 @@ class InspectOptions(Options):
     )
     sequences: int = _split(1, "sequences at once, with --context", minimum=1)
 
+    train: bool = _split(
+        False, "show what the ranks of shardmlx serve --train hold; takes its options"
+    )
+
     all_layers: bool = _output(False, "show a line for every layer")
     json: str | None = common.json(group="output")
     verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
@@ -111,7 +116,10 @@ LINE = CommandLine(
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the parts of a model; return 1 if ``--verify`` finds a fault. Raises ``UserError``."""
+    """Print the parts of a model; return 1 if ``--verify`` finds a fault. With ``--train`` they
+    are of ``serve --train``, whose memory is shown. Raises ``UserError``."""
+    if "--train" in words:
+        return loop_command.run(words, LINE)
     options = LINE.load(words)
     with JsonOutput(options.json, LINE.command) as output:
         files = read_model(find_source(options.model, options.revision))

@@ -96,8 +96,11 @@ class Job:
         plan = None if self.training is None else self.training.plan
         if plan is not None and (plan.mesh, plan.stage_map) != (self.mesh, self.stage_map):
             raise ValueError("training has other stages than the job")
-        if self.generation is not None and self.stage_map.placement != tuple(range(self.mesh.pp)):
-            raise ValueError(f"{self.stage_map}: a rank that generates has one stage, in order")
+        in_order = self.stage_map.placement == tuple(range(self.mesh.pp))
+        if self.training is None and not in_order:
+            raise ValueError(
+                f"{self.stage_map}: a rank that only generates has one stage, in order"
+            )
 
     def layers(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the layers of a rank's stages, from and to, in the order of the model."""
@@ -118,14 +121,19 @@ class Job:
         return tuple(memory)
 
     def _generating(self, part: GenerationPart, rank: int) -> PlannedMemory:
-        """Return what a rank holds to generate: weights too, if these are not trained."""
+        """Return what a rank holds to generate: weights too, if these are not trained. Of replicas
+        the first generates."""
+        if self.mesh.coordinates(rank)[0]:
+            return PlannedMemory(0, 0)
         setup = setups_of(part.setup, self.shares)[self.mesh.share(rank)]
         between = replace(setup, chunk=0)
-        (ends,) = self.layers(rank)
-        weights = weights_memory(setup, *ends) if self.training is None else 0
-        return PlannedMemory(
-            weights + beside_weights(setup, *ends), weights + beside_weights(between, *ends)
-        )
+        memory = PlannedMemory(0, 0)
+        for ends in self.layers(rank):
+            weights = weights_memory(setup, *ends) if self.training is None else 0
+            memory += PlannedMemory(
+                weights + beside_weights(setup, *ends), weights + beside_weights(between, *ends)
+            )
+        return memory
 
     @property
     def caches(self) -> tuple[int, ...]:
@@ -133,10 +141,15 @@ class Job:
         if self.generation is None:
             return (0,) * self.mesh.size
         of_shares = setups_of(self.generation.setup, self.shares)
-        return tuple(
-            kv_cache_memory(of_shares[self.mesh.share(rank)], *self.layers(rank)[0])
-            for rank in range(self.mesh.size)
-        )
+        of_first = self.mesh.pipeline_of(0)
+        found = [
+            sum(
+                kv_cache_memory(of_shares[self.mesh.share(rank)], *ends)
+                for ends in self.layers(rank)
+            )
+            for rank in of_first
+        ]
+        return (*found, *(0 for _ in range(self.mesh.size - len(of_first))))
 
     @property
     def warnings(self) -> tuple[str, ...]:

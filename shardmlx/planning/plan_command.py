@@ -24,6 +24,7 @@ from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
+from shardmlx.planning import loop_command
 from shardmlx.planning.alone import Alone, each_alone
 from shardmlx.planning.choice import Choice, with_shares
 from shardmlx.planning.facts.chips import machines_of
@@ -125,7 +126,8 @@ LINE = CommandLine(
     groups=(_MACHINES, _OUTPUT),
     shown=_SHOWN,
     passed_over=PASSED_OVER,
-    epilog="Takes every option of shardmlx train too. What is given, by flag or file, is settled.",
+    epilog="Takes every option of shardmlx train too. What is given, by flag or file, is settled. "
+    "With --train it takes those of shardmlx serve --train, and plans that.",
 )
 
 
@@ -140,7 +142,10 @@ def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -
 
 
 def run(words: Sequence[str]) -> int:
-    """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
+    """Plan as the words say, and print or write it; ``UserError`` if no plan fits. With ``--train``
+    the words are of ``serve --train``."""
+    if "--train" in words:
+        return loop_command.run(words, LINE)
     options, given = LINE.load_given(words)
     _check(options, given)
     with JsonOutput(options.json, LINE.command, {"-o": options.output}) as output:

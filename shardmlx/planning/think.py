@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmlx.config.common_options import AUTO
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.planning.choice import Advance, Choice, decide
 from shardmlx.planning.facts.job_facts import Facts, TrainingFacts
 from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
@@ -87,7 +85,7 @@ def _plan_training(
     of_ranks = facts.of_training
     part = None
     if generation is not None:
-        run = _one_stage_a_rank(run, generation, facts.machines.size)
+        run = _in_pipelines(run, generation, facts)
         part = generation_part(generation, facts, run.layout.pipeline_stages or 1)
         of_ranks = replace(of_ranks, beside=part.setup)
     choice = _chosen(run, of_ranks, facts, advance)
@@ -118,32 +116,16 @@ def _plan_training(
     return _limited(job, facts)
 
 
-def _one_stage_a_rank(run: RunSpec, generation: InferenceConfig, ranks: int) -> RunSpec:
-    """Return the run as ranks divide the model that also generate with it: in one pipeline, with
-    one stage on each rank, in order. Raises ``UserError`` for options that ask for others."""
-    for option, given, takes in (
-        ("schedule", run.layout.schedule, _keeps_one_stage(run.layout.schedule)),
-        ("partitioner", run.layout.partitioner, run.layout.partitioner != "hetero"),
-    ):
-        if not takes:
-            raise UserError(
-                f"--{option} {given}: text is generated with one stage a rank, in order",
-                f"leave --{option} out",
-            )
+def _in_pipelines(run: RunSpec, generation: InferenceConfig, facts: Facts) -> RunSpec:
+    """Return the run as ranks divide the model that also generate with it: in one pipeline, unless
+    replicas are asked for. Of these the first generates. Raises ``UserError``."""
     across = generation.tensor_parallel
-    run = run.with_shares(across)
-    stages = ranks // across
-    asked = run.for_ranks(stages).layout.pipeline_stages
-    if asked not in (None, stages):
-        raise UserError(
-            f"--pipeline-stages {asked} of {ranks} ranks: text is generated in one pipeline",
-            f"give --pipeline-stages {stages}, or leave it out",
-        )
+    ranks = facts.machines.size // across
+    run = run.with_shares(across).for_ranks(ranks)
+    stages = run.layout.pipeline_stages or ranks
+    if facts.stage_map is not None:
+        stages = facts.stage_map.pp
     return replace(run, layout=replace(run.layout, pipeline_stages=stages, data_parallel=None))
-
-
-def _keeps_one_stage(schedule: str) -> bool:
-    return schedule == AUTO or get_schedule(schedule).default_virtual == 1
 
 
 def _chosen(run: RunSpec, of_ranks: PlanFacts, facts: Facts, advance: Advance) -> Choice:

@@ -116,8 +116,6 @@ def _schedules(run: RunSpec, facts: PlanFacts, pp: int) -> list[str]:
     names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
     if run.layout.schedule != AUTO:
         names = [run.layout.schedule]
-    if facts.beside is not None:
-        names = [name for name in names if get_schedule(name).default_virtual == 1]
     if facts.stage_map is not None:
         return [name for name in names if suits(facts.stage_map, get_schedule(name))]
     if run.layout.schedule == AUTO and (pp == 1 or not facts.cluster.knows_messages):

@@ -11,6 +11,9 @@ from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
 from shardmlx.planning.facts.workload import ModelSizes, Workload
 from shardmlx.planning.memory.limits import MemoryBudget, budgets_of, within
 
+TYPICAL_PROMPT = 512
+"""Tokens of a prompt, as assumed where none is known yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationLoad:
@@ -24,6 +27,26 @@ class GenerationLoad:
     context: int
     capacity: int | None = None
     keeps_prefixes: bool = False
+
+    @classmethod
+    def typical(
+        cls,
+        sequences: int,
+        capacity: int,
+        context: int,
+        most_tokens: int,
+        *,
+        keeps_prefixes: bool = False,
+    ) -> GenerationLoad:
+        """Return the load before any prompt is known: of at most ``most_tokens`` an answer."""
+        return cls(
+            sequences=sequences,
+            prompt=min(TYPICAL_PROMPT, context),
+            answer=min(most_tokens, context // 2),
+            context=context,
+            capacity=capacity,
+            keeps_prefixes=keeps_prefixes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ from safetensors.numpy import load
 
 from shardmlx.api.client import TrainClient
 from shardmlx.api.plan import LoopPlan
-from shardmlx.api.setup import COPIES, FLOAT32, SNAPSHOTS, prepare
+from shardmlx.api.setup import prepare
 from shardmlx.api.worker import LoopWorker
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.loop import LoopConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.sources import ADAPTER_FILE
+from shardmlx.planning.loop import COPIES, FLOAT32, SNAPSHOTS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.loops import learn, on_ranks
 

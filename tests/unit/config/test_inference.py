@@ -158,7 +158,7 @@ def test_options_that_do_nothing_with_or_without_training(
 def test_training_plans_for_what_clients_send() -> None:
     plain, training = (ServeConfig.from_flat(model="m", train=train) for train in (False, True))
     assert training.bytes_for_requests > plain.bytes_for_requests
-    assert training.loop_spec.bytes_for_requests == training.bytes_for_requests
+    assert training.loop_spec.answers.bytes_for_requests == training.bytes_for_requests
     assert training.loop_spec.loop.state_dir == "states"
 
 

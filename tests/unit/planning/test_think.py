@@ -18,6 +18,7 @@ from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.profile_file import MachineProfile, Profile, work_of
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.job import Job
+from shardmlx.planning.memory.generation import beside_weights, kv_cache_memory
 from shardmlx.planning.memory.limits import ProcessMemory, budgets_of
 from shardmlx.planning.think import JobOptions, check_layout, think
 from testbed.tiny_models import tiny_config
@@ -103,12 +104,27 @@ def test_a_rank_that_generates_has_one_stage_of_one_pipeline() -> None:
     assert job.stage_map.placement == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("schedule", "zb-v"), ("partitioner", "hetero"), ("data_parallel", 2)]
-)
-def test_a_job_that_also_generates_refuses_other_layouts(option: str, value: Any) -> None:
-    refused = refusal(both, machines(GIB, GIB), batch_size=8, **{option: value})
-    assert "text is generated" in refused.problem
+def test_text_is_generated_by_all_stages_of_a_rank() -> None:
+    job = both(machines(GIB, GIB), batch_size=8, schedule="zb-v")
+    assert job.stage_map.placement == (0, 1, 1, 0)
+    alone = replace(job, generation=None)
+    setup = job.generated.setup
+    for rank in range(2):
+        more = sum(beside_weights(setup, *ends) for ends in job.layers(rank))
+        assert job.memory[rank].peak - alone.memory[rank].peak == more
+    whole = kv_cache_memory(setup, 0, LAYERS)
+    assert sum(job.caches) == whole
+
+
+def test_of_replicas_the_first_generates() -> None:
+    cluster = machines(GIB, GIB, GIB, GIB)
+    job = both(cluster, batch_size=8, data_parallel=2)
+    trained = job.trained.memory(job.cluster, (LENGTH, 0))
+    assert (job.mesh.dp, job.mesh.pp) == (2, 2)
+    assert all(each > 0 for each in job.caches[:2])
+    assert job.caches[2:] == (0, 0)
+    assert [each.peak for each in job.memory[2:]] == [each.peak for each in trained[2:]]
+    assert job.memory[0].peak > trained[0].peak
 
 
 def test_what_is_generated_counts_before_anything_loads() -> None:
