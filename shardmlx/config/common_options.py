@@ -59,7 +59,7 @@ ssh_command = partial(
 python = partial(
     option,
     sys.executable,
-    "the Python of the ranks, the same path on all hosts",
+    "the Python of the ranks, unless the hostfile names another one for a host",
     metavar="FILE",
     unset="the one that runs this command",
 )

@@ -112,6 +112,7 @@ def _line(machine: Machine, remark: str = "") -> str:
         "latency": machine.latency and f"{1e6 * machine.latency:.5g}us",
         "rdma": machine.rdma and f"{1e6 * machine.rdma:.5g}us",
         "kind": machine.kind,
+        "python": machine.python,
     }
     words = [f"{key}={value}" for key, value in facts.items() if value]
     said = ", ".join(filter(None, (" ".join(words), remark)))

@@ -47,13 +47,14 @@ SECONDS_FOR_FACTS = 15.0  # some tools of the system, each of which may hang
 @dataclass(slots=True)
 class ProbedHost:
     """A host and its known facts so far. ``login`` is how the hostfile writes it, ``announced`` its
-    address according to the network."""
+    address according to the network; ``python`` is that of its ranks, if the hostfile names one."""
 
     name: str
     login: str
     is_local: bool
     port: int | None = None
     announced: str | None = None
+    python: str | None = None
     address: str | None = None
     answer: Answer | Finding | None = None
     machine: HostFacts | None = None
@@ -107,11 +108,12 @@ def _run(words: Sequence[str]) -> int:
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
     mpirun, findings = _own_mpirun(options.python)
-    remote = RemoteLogin.of(options.ssh_command, options.python, mpirun)
+    pythons = {host.name: host.python for host in hosts if host.python is not None}
+    remote = RemoteLogin.of(options.ssh_command, options.python, mpirun, pythons=pythons)
     asked, faults = probe_hosts(hosts, remote, found=options.find)
     findings += faults
     with output:
-        print(report_text(asked, findings, mpirun, options.python), flush=True)
+        print(report_text(asked, findings, mpirun, remote), flush=True)
         found = {"mpirun": mpirun, "python": options.python}
         output.write(found | as_json(asked, findings))
         if options.write_hostfile is not None:
@@ -126,6 +128,7 @@ def as_json(hosts: Sequence[ProbedHost], findings: Sequence[Finding]) -> dict[st
             {
                 "name": host.name,
                 "login": host.login,
+                "python": host.python,
                 "port": host.port,
                 "is_local": host.is_local,
                 "address": host.reached,
@@ -155,7 +158,10 @@ def listed_hosts(hostfile: str) -> list[ProbedHost]:
     """Return the hosts of a hostfile, not yet asked."""
     machines = read_hostfile(hostfile)
     own = local_hosts([each.host for each in machines])
-    return [ProbedHost(each.host, each.login, each.host in own, each.port) for each in machines]
+    return [
+        ProbedHost(each.host, each.login, each.host in own, each.port, python=each.python)
+        for each in machines
+    ]
 
 
 def _search(target: str | None) -> list[ProbedHost]:
@@ -198,7 +204,8 @@ def probe_hosts(
     with probing(logins, remote) as (probes, answers):
         for host in hosts:
             host.answer = answers[host.name]
-            host.able = host.is_local or why_not(host.name, host.answer, remote) is None
+            fault = why_not(host.name, host.answer, remote.to(host.name))
+            host.able = host.is_local or fault is None
         answered = [host for host in hosts if host.facts is not None]
         heard = _heard({host.name: None for host in answered}, probes, SECONDS_FOR_FACTS)
         for host in answered:
@@ -282,10 +289,11 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
     """Yield the faults of hosts that were asked."""
     for host in hosts:
         if host.answer is not None:
-            yield from problems(host.name, host.answer, remote)
+            its = remote.to(host.name)
+            yield from problems(host.name, host.answer, its)
             libraries = [] if host.facts is None else host.facts["mlx_libraries"]
             if len(libraries) > 1:
-                yield many_libraries(host.name, libraries, remote.python)
+                yield many_libraries(host.name, libraries, its.python)
     yield from version_skew({host.name: host.versions for host in hosts if host.facts})
     for host in hosts:
         for other, error in host.errors.items():
@@ -296,20 +304,26 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
         {host.name: host.facts for host in hosts if host.facts is not None},
         {host.name: host.ssh_login for host in hosts},
     )
+    yield from checked.notes
     yield from checked.findings.values()
     for network, names in checked.shared_networks.items():
         yield shared_network(network, names)
 
 
 def report_text(
-    hosts: Sequence[ProbedHost], findings: Sequence[Finding], mpirun: Path, python: str
+    hosts: Sequence[ProbedHost], findings: Sequence[Finding], mpirun: Path, remote: RemoteLogin
 ) -> str:
     """Return a table of the hosts, and a line for each finding."""
     # On a network there may be many that are not the user's.
     shown = [host for host in hosts if host.announced is None or host.facts is not None]
     table = host_table([host.name for host in shown], shown, _cells(shown))
-    same = f"{mpirun} starts ranks with the same Python on all hosts: {python}"
-    return "\n\n".join([table, same, warnings(findings)])
+    pythons = {host.name: remote.to(host.name).python for host in shown}
+    if len(set(pythons.values())) > 1:
+        each = ", ".join(f"{python} on {host}" for host, python in pythons.items())
+        said = f"launch lets {mpirun.name} start ranks with the Python of each host: {each}"
+    else:
+        said = f"{mpirun} starts ranks with the same Python on all hosts: {remote.python}"
+    return "\n\n".join([table, said, warnings(findings)])
 
 
 def _cells(hosts: Sequence[ProbedHost]) -> Iterator[tuple[str, Callable[[ProbedHost], str | None]]]:

@@ -20,6 +20,8 @@ SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
 LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3  # share of a machine's memory
 BUSY_AT_REST = 0.5  # cores that a rank takes while it waits
+NO_TWO_SYSTEMS = "nobody has told of a job on two systems"
+TWO_MACHINES = "one job on both was run with one of them emulated"
 AS_CPU = 1e-2  # relative: CUDA and an M5 may multiply float32 in ten bits
 
 
@@ -136,6 +138,7 @@ class Examination:
     def findings(self) -> tuple[Finding, ...]:
         return (
             *version_skew({host.name: host.versions for host in self.hosts}),
+            *unlike_systems({host.name: host.facts.kind for host in self.hosts}),
             *(finding for host in self.hosts for finding in _of_host(host)),
             *_slow_machines(self.hosts),
             *(finding for link in self.links for finding in _of_link(link)),
@@ -179,6 +182,21 @@ def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[F
             said = ", ".join(f"{version or 'none'} on {host}" for host, version in has.items())
             remedy = "install the same version on all machines"
             yield Finding(None, f"{package} differs: {said}", remedy)
+
+
+def unlike_systems(kinds: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is known of one job on hosts of several kinds, each a system and a machine like
+    ``macOS arm64``; nothing if all are alike."""
+    hosts: dict[str, list[str]] = {}
+    for host, kind in kinds.items():
+        hosts.setdefault(kind, []).append(host)
+    if len(hosts) < 2:
+        return
+    said = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in hosts.items())
+    is_system = len({kind.partition(" ")[0] for kind in hosts}) > 1
+    tried = NO_TWO_SYSTEMS if is_system else TWO_MACHINES
+    remedy = "docs/mixed-clusters.md says what is known; as islands they need no MPI between them"
+    yield Finding(None, f"hosts are unlike: {said}; {tried}", remedy)
 
 
 def _of_host(host: Host) -> Iterator[Finding]:

@@ -79,6 +79,12 @@ class HostFacts:
     weak_power: tuple[str, ...] = ()
     mlx_libraries: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """System and machine, like ``macOS arm64``."""
+        name, *_, machine = self.system.split(" ")
+        return f"{name} {machine}"
+
 
 def collect() -> HostFacts:
     """Ask this machine, and wait at most ``SECONDS_TO_SAY`` for each tool."""

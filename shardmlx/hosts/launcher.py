@@ -112,7 +112,9 @@ def _run(options: LaunchOptions) -> int:
     keep_awake()  # between two starts, too
     with supervisor.listening():
         try:
-            status = Launcher(options, mpirun_path(), supervisor).run()
+            place = options.place
+            mpirun = Path(place, "bin", "mpirun") if place else mpirun_path()
+            status = Launcher(options, mpirun, supervisor).run()
             if (
                 status == 0
                 and supervisor.stopped_by == signal.SIGHUP
@@ -148,6 +150,10 @@ class Launcher:
             print(f"shardmlx: error: {finding}", file=sys.stderr)
         if findings:
             return BAD_INPUT
+        if launch.place:
+            _say(f"each host has its own Python by the link {launch.place}")
+        for note in self.checked.notes:
+            _say(str(note))
         if launch.checkpoints is not None and launch.chose_directory:
             _say(f"checkpoints in {launch.checkpoints.checkpoint_dir}, to restart from")
         self._answering = launch.hosts
@@ -187,14 +193,25 @@ class Launcher:
     @property
     def _remote(self) -> RemoteLogin:
         flags = self.launch.flags
-        return RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun, self.launch.files)
+        launch = self.launch
+        return RemoteLogin.of(
+            flags.ssh_command,
+            flags.python,
+            self.mpirun,
+            launch.files,
+            launch.pythons,
+            launch.place,
+        )
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags
         extra, ssh = shlex.split(flags.mpirun_options), flags.ssh_command
         agent = () if ssh is None else ("--prtemca", "plm_ssh_agent", ssh)
+        python = f"{launch.place}/bin/python3" if launch.place else flags.python
         return [
             str(self.mpirun),
+            # mpirun would follow the link, and name its target to other hosts.
+            *(("--prefix", launch.place) if launch.place else ()),
             *(() if hostfile is None else ("--hostfile", str(hostfile))),
             *("-n", str(start.ranks)),
             *agent,
@@ -206,7 +223,7 @@ class Launcher:
                 without=tuple(self.checked.shared_networks),
             ),
             *extra,
-            *(flags.python, "-m", f"shardmlx.{launch.command}", *start.options),
+            *(python, "-m", f"shardmlx.{launch.command}", *start.options),
         ]
 
     def _run(self, start: Start) -> Attempt:
@@ -284,7 +301,7 @@ class Launcher:
             if each.host in hosts
         }
         work = {
-            host: partial(end_there, name, self._remote.command(login))
+            host: partial(end_there, name, self._remote.to(host).command(login))
             for host, login in logins.items()
         }
         at_once(work, SECONDS_FOR_A_HOST)

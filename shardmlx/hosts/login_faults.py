@@ -152,7 +152,9 @@ def login_problem(
     if status == _SSH_FAILED:
         return _no_login(host, said, login, remote, trial)
     if status in _NOT_FOUND:
-        return Finding(host, f"no Python at {python}", "install it there, or see --python")
+        remedy = "install it there, or name another one: --python, or for this host alone "
+        remedy += "# python=/PATH/bin/python in the hostfile"
+        return Finding(host, f"no Python at {python}", remedy)
     problem = f"cannot run Python ({_last_line(said) or f'status {status}'})"
     return Finding(host, problem, f"try {agent} {login} {python} --version")
 

@@ -106,6 +106,28 @@ def temporary_fault() -> str | None:
     return None
 
 
+def place_fault(place: str, python: str) -> str | None:
+    """Let ``place`` be a link to the environment of a Python, that with its ``bin``, so that mpirun
+    finds both at one path on all hosts; return why it cannot be, None if it is. No other user can
+    have made the link, or can change it: it lies in /tmp."""
+    if not place:
+        return None
+    environment = os.path.dirname(
+        os.path.dirname(python if os.path.isabs(python) else sys.executable)
+    )
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.symlink(environment, place)
+        is_mine = os.lstat(place).st_uid == os.getuid() and os.path.islink(place)
+        if not is_mine or os.readlink(place) != environment:
+            return f"{place} is something else than a link of this user to {environment}"
+        if not os.path.samefile(os.path.join(place, "bin", "python3"), python):
+            return f"python3 beside {python} is another Python"
+    except OSError as error:
+        return f"{error.filename} ({error.strerror or error})"
+    return None
+
+
 def interfaces() -> list[dict[str, str | None]]:
     """Return this host's network interfaces: each has a name, and an IPv4 address with a netmask,
     or the address of its hardware; nothing without psutil, which comes with shardmlx."""
@@ -164,25 +186,28 @@ def main() -> None:
     """Print what this host has for ranks, then answer each line of stdin, until it ends: with the
     errors of its targets, or with the facts of the machine if it is null. Arguments are the path
     of mpirun's daemon, the directory of the ranks, the packages with a library of MLX, with commas,
-    and files that ranks read."""
-    daemon, directory, libraries, *files = sys.argv[1:]
+    this Python and the place for ``place_fault``, and files that ranks read."""
+    daemon, directory, libraries, python, place, *files = sys.argv[1:]
+    fault = place_fault(place, python)
     with contextlib.suppress(OSError):  # then ranks start at home, as this does
         os.chdir(directory)
     shell = login_shell()
     found = versions()
-    place = None
+    elsewhere = None
     package = imported()
     if package is not None and package[0] != found["shardmlx"]:
-        found["shardmlx"], place = package
+        found["shardmlx"], elsewhere = package
     with listen() as listener:
         _say(
             {
                 "versions": found,
                 "mlx_libraries": [name for name in libraries.split(",") if version_of(name)],
-                "imported_from": place,
+                "imported_from": elsewhere,
                 "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
                 "python": sys.executable,
                 "system": platform.platform(),
+                "machine": platform.machine(),
+                "place_fault": fault,
                 "name": socket.gethostname(),
                 "port": listener.getsockname()[1],
                 "ssh": os.environ.get("SSH_CONNECTION", ""),

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmlx.hosts import login_faults, probe_script
-from shardmlx.hosts.findings import Finding
+from shardmlx.hosts.findings import Finding, version_skew
 from shardmlx.hosts.host_faults import (
     Answer,
     HostCheck,
+    fault_outside,
     missing_file,
-    temporary_fault,
     together,
     why_not,
 )
@@ -165,10 +165,9 @@ def check_hosts(logins: Mapping[str, Login], remote: RemoteLogin) -> HostCheck:
     with probing(asked, remote) as (_, answers):
         for host, answer in answers.items():
             if is_outside and host == here:  # it runs no rank
-                fault = None if isinstance(answer, Finding) else answer["temporary_fault"]
-                found = temporary_fault(host, fault)
+                found = fault_outside(host, answer, remote.to(host))
             else:
-                found = why_not(host, answer, remote)
+                found = why_not(host, answer, remote.to(host))
             if found is not None:
                 findings[host] = found
     known = {host: each for host, each in answers.items() if not isinstance(each, Finding)}
@@ -176,7 +175,12 @@ def check_hosts(logins: Mapping[str, Login], remote: RemoteLogin) -> HostCheck:
     first = next(iter(logins))
     if first in known and (found := missing_file(first, known[first], remote)):
         findings.setdefault(first, found)
-    return replace(checked, findings={**checked.findings, **findings})
+    launchers = {host: {"openmpi": each["versions"].get("openmpi")} for host, each in known.items()}
+    return replace(
+        checked,
+        findings={**checked.findings, **findings},
+        notes=(*checked.notes, *version_skew(launchers)),
+    )
 
 
 @contextlib.contextmanager
@@ -189,10 +193,12 @@ def probing(
     with contextlib.ExitStack() as stack:
         for host, login in logins.items():
             try:
-                probes[host] = Probe(remote.command(login))
+                probes[host] = Probe(remote.to(host).command(login))
             except OSError as error:
                 what, flag = (
-                    (remote.agent[0], "ssh-command") if login else (remote.python, "python")
+                    (remote.agent[0], "ssh-command")
+                    if login
+                    else (remote.to(host).python, "python")
                 )
                 problem = f"cannot run {what} ({error.strerror})"
                 answers[host] = Finding(host, problem, f"see --{flag}")
@@ -216,7 +222,7 @@ def _why_silent(
     ends = {host: probes[host].ended() if host in heard else (None, "") for host in logins}
     trials = at_once(
         {
-            host: partial(login_faults.try_login, login, remote)
+            host: partial(login_faults.try_login, login, remote.to(host))
             for host, login in logins.items()
             if login is not None and remote.is_ssh and login_faults.asks_for_a_trial(*ends[host])
         },
@@ -226,9 +232,10 @@ def _why_silent(
     for host, (status, said) in ends.items():
         login = logins[host] or Login(host)
         trial = trials.get(host)
+        its = remote.to(host)
         if host in heard:
             ended = status if status is not None else 0
-            found[host] = login_faults.login_problem(host, ended, said, login, remote, trial)
+            found[host] = login_faults.login_problem(host, ended, said, login, its, trial)
         else:
-            found[host] = login_faults.silence(host, login, remote, trial)
+            found[host] = login_faults.silence(host, login, its, trial)
     return found

@@ -30,6 +30,8 @@ def answer(**changes: Any) -> dict[str, Any]:
         "PYTHONPATH": "",
         "python": "/v/bin/python",
         "system": "macOS-15.3.1-arm64",
+        "machine": "arm64",
+        "place_fault": None,
         "name": "mini",
         "port": 1,
         "ssh": "",

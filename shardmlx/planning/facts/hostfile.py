@@ -59,6 +59,8 @@ class Machine:
     """The host as ssh is told it, perhaps with a user."""
     port: int | None = field(default=None, compare=False)
     """Port of ssh there, if the file gives one."""
+    python: str | None = field(default=None, compare=False)
+    """Whole path of the Python of ranks there, if the file gives one."""
 
     @property
     def entry(self) -> str:
@@ -164,8 +166,11 @@ _QUANTITIES: Mapping[str, tuple[Mapping[str, float], str, str, str]] = MappingPr
 )
 """The keys of a comment: units, the least plausible value, an example, the most plausible one."""
 
-KEYS = (*_QUANTITIES, "kind")
-"""The keys of a comment; a kind is any name."""
+KEYS = (*_QUANTITIES, "kind", "python")
+"""The keys of a comment; a kind is any name, and a Python a whole path."""
+
+_PYTHON = re.compile(r"/[\w@%+=,./-]*/bin/[\w.-]+", re.ASCII)
+"""Paths that mpirun passes on to other hosts as they are."""
 
 
 def _machine(line: str, where: str) -> Machine | None:
@@ -304,6 +309,11 @@ def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown key {key!r}", did_you_mean(key, KEYS) or known)
         if key in facts:
             raise UserError(f"{where}: {key} is given twice", "give it once")
+        if key == "python" and not _PYTHON.fullmatch(value):
+            remedy = (
+                "give its whole path, in a bin, without spaces: python=/opt/shardmlx/bin/python"
+            )
+            raise UserError(f"{where}: python is {value!r}", remedy)
         if key in _QUANTITIES:
             facts[key] = _quantity(key, value, where)
         elif value:

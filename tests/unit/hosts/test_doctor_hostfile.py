@@ -110,7 +110,7 @@ def test_the_planner_takes_each_pair_of_a_switch_as_it_was_measured() -> None:
 
 HOSTFILE = """\
 localhost slots=1
-anna@mini.lan slots=3  # memory=8GiB kind=old
+anna@mini.lan slots=3  # memory=8GiB kind=old python=/x/bin/python
 10.25.0.3 slots=1
 far.away slots=1  # flops=5T
 """
@@ -133,5 +133,5 @@ def test_a_hostfile_keeps_its_names_users_slots_and_what_was_not_measured(tmp_pa
     assert [each.flops for each in machines] == [21e12, None, 21e12, 5e12]
     assert machines[1].kind == "old"
     text = hostfile_text(machines)
-    assert "\nanna@mini.lan slots=3  # memory=16GiB kind=old\n" in text
+    assert "\nanna@mini.lan slots=3  # memory=16GiB kind=old python=/x/bin/python\n" in text
     assert read(text, tmp_path) == tuple(machines)

@@ -50,7 +50,7 @@ def probed(agent: str, hostfile: str, python: str = sys.executable) -> tuple[Any
     """Return the hosts, their faults as lines, and what is printed."""
     remote = RemoteLogin.of(agent, python, mpirun_path())
     hosts, findings = probe_hosts(listed_hosts(hostfile), remote)
-    return hosts, [*map(str, findings)], report_text(hosts, findings, mpirun_path(), python)
+    return hosts, [*map(str, findings)], report_text(hosts, findings, mpirun_path(), remote)
 
 
 def test_one_machine_that_stands_there_twice(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.hosts.findings import NO_TWO_SYSTEMS as TWO
 from shardmlx.hosts.findings import BrokenPart, Examination, Host, Link, Route
 from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
@@ -75,6 +76,16 @@ def test_versions_that_differ_are_named_with_their_hosts() -> None:
     python, mpi = said(host("a"), host("b", 1, of={"versions": newer}, mpi="5.0.6"))
     assert python.startswith("Python differs: 3.11 on a, 3.13 on b")
     assert mpi.startswith("Open MPI differs: 5.0.11 on a, 5.0.6 on b")
+
+
+def test_hosts_of_unlike_systems_and_machines_are_told_of_and_like_ones_are_not() -> None:
+    mac, spark = host("a"), host("b", 1, of={"system": "Linux 6.11.0-1016-nvidia aarch64"})
+    (systems,) = said(mac, spark, host("c", 2))
+    assert systems.startswith(f"hosts are unlike: macOS arm64 (a and c), Linux aarch64 (b); {TWO}")
+    rosetta = host("b", 1, of={"system": "macOS 15.3.1 x86_64"})
+    (machines,) = said(mac, rosetta)
+    assert TWO not in machines
+    assert said(mac, host("b", 1, of={"system": "macOS 26.1 arm64"})) == []
 
 
 def test_a_machine_far_slower_than_its_like_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from shardmlx.hosts.launcher import (
     Attempt,
     GaveUp,
     Launcher,
+    Start,
     final_status,
 )
 from shardmlx.hosts.output_relay import SaidByRank0
@@ -465,6 +467,23 @@ def test_mpirun_has_hosts_with_user_and_port_and_its_own_by_a_name_that_it_knows
     assert entries(machines, everyone[:2]) == f"localhost slots=1\n{mini}"
     plain = read_hostfile(lab.write("hosts", lines.replace(own, "localhost")))
     assert entries(plain, ["localhost", "mini", "book"]) is None
+
+
+def test_hosts_with_other_pythons_have_one_path_for_all(lab: Lab) -> None:
+    """The path depends on these Pythons; without them ranks have the Python of launch."""
+    assert lab.start("doctor").launch.place == ""
+    lines = HOSTS.replace("book slots=2  #", "book slots=2  # python=/opt/b/bin/python")
+    lab.write("hosts", lines)
+    launcher = lab.start("doctor")
+    launch = launcher.launch
+    assert launch.pythons == {"book": "/opt/b/bin/python"}
+    assert re.fullmatch("/tmp/shardmlx-[0-9a-f]{12}", launch.place)
+    assert lab.start("generate").launch.place == launch.place
+    words = launcher._words(Start(launch.hosts, 4, ()), None)
+    assert f"--prefix {launch.place} " in " ".join(words)
+    assert words[-3:] == [f"{launch.place}/bin/python3", "-m", "shardmlx.doctor"]
+    lab.write("hosts", lines.replace("/opt/b", "/opt/c"))
+    assert lab.start("doctor").launch.place not in ("", launch.place)
 
 
 def test_without_a_directory_for_checkpoints_there_is_one(tmp_path: Path) -> None:

@@ -49,6 +49,31 @@ def test_a_temporary_directory_that_cannot_be_written_is_named(
     assert probe_script.temporary_fault() == f"{tmp_path / 'none'} (No such file or directory)"
 
 
+def test_a_place_is_a_link_to_the_environment_of_this_user_or_is_refused(tmp_path: Path) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("")
+    place = tmp_path / "place"
+    assert probe_script.place_fault("", str(python)) is None
+    lacks = probe_script.place_fault(str(place), str(python))
+    assert lacks == f"{place}/bin/python3 (No such file or directory)"
+    (python.parent / "python3").write_text("another")
+    fault = probe_script.place_fault(str(place), str(python))
+    assert fault == f"python3 beside {python} is another Python"
+    (python.parent / "python3").unlink()
+    (python.parent / "python3").symlink_to("python")
+    assert probe_script.place_fault(str(place), str(python)) is None
+    assert place.readlink() == python.parents[1]
+    assert probe_script.place_fault(str(place), str(python)) is None  # as at a restart
+    place.unlink()
+    place.symlink_to(tmp_path)
+    taken = f"{place} is something else than a link of this user to {python.parents[1]}"
+    assert probe_script.place_fault(str(place), str(python)) == taken
+    place.unlink()
+    place.mkdir()
+    assert probe_script.place_fault(str(place), str(python)) == taken
+
+
 def test_the_shardmlx_is_the_one_that_ranks_import(tmp_path: Path) -> None:
     """By the working directory, as with python -m."""
     assert probe_script.imported() == (shardmlx.__version__, str(Path(shardmlx.__file__).parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -
     ]
     assert question == (
         "/v/bin/python -c 'import json,sys;exec(json.loads(next(filter(str.strip,sys.stdin))))' "
-        "/v/bin/prted /work mlx-cpu,mlx-cuda-12,mlx-cuda-13 /work/hosts"
+        "/v/bin/prted /work mlx-cpu,mlx-cuda-12,mlx-cuda-13 /v/bin/python '' "
+        "/work/hosts"
     )
     other = RemoteLogin(agent=("./agent", "-v"), python="python", daemon="prted")
     assert other.command(Login("mini"))[:3] == ["./agent", "-v", "mini"]
@@ -106,8 +108,35 @@ def test_all_are_asked_at_once_and_an_older_version_is_named(tmp_path: Path) -> 
         (tmp_path / f"{host}.json").write_text(said)
     remote = RemoteLogin.of(str(agent), sys.executable, mpirun_path())
     logins = {host: Login(host) for host in ("a", "b", "localhost")}
-    assert check_hosts(logins, remote) == HostCheck()
+    checked = check_hosts(logins, remote)
+    assert replace(checked, notes=()) == HostCheck()
+    assert "macOS arm64 (a and b), " in checked.notes[0].problem
     assert "0.0.9" in check_hosts({"old": Login("old")}, remote).findings["old"].problem
+
+
+def test_launchers_that_differ_are_told_of(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text(ANSWER.format(directory=tmp_path))
+    agent.chmod(0o755)
+    for host, openmpi in (("a", "5.0.11"), ("b", "5.0.10")):
+        versions = {**VERSIONS, "shardmlx": shardmlx.__version__, "openmpi": openmpi}
+        said = probe_script.MARK + json.dumps(answer(versions=versions))
+        (tmp_path / f"{host}.json").write_text(said)
+    remote = RemoteLogin.of(str(agent), sys.executable, mpirun_path())
+    checked = check_hosts({"a": Login("a"), "b": Login("b")}, remote)
+    assert checked.findings == {}
+    assert any("openmpi differs: " in note.problem for note in checked.notes)
+
+
+def test_a_host_has_its_own_python_with_the_daemon_beside_it_or_at_the_place_of_all() -> None:
+    pythons = {"box": "/opt/y/bin/python"}
+    remote = replace(REMOTE, pythons=pythons)
+    assert remote.to("mac") is remote
+    assert remote.to("box").daemon == "/opt/y/bin/prted"
+    assert remote.to("box").command(None)[0] == "/opt/y/bin/python"
+    assert replace(remote, place="/tmp/l", daemon="/tmp/l/bin/prted").to("box").daemon == (
+        "/tmp/l/bin/prted"
+    )
 
 
 def test_rank_0_must_find_the_files_that_it_reads(tmp_path: Path) -> None:

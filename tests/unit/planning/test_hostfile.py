@@ -22,7 +22,8 @@ def read(directory: Path, text: str | bytes) -> tuple[Machine, ...]:
 def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
     line = (
         "mac-studio.local slots=1  "
-        "# memory=64GiB wired=48GiB flops=27T link=40Gbps latency=1us kind=m2\n"
+        "# memory=64GiB wired=48GiB flops=27T link=40Gbps latency=1us kind=m2 "
+        "python=/opt/x/bin/python3.12\n"
     )
     assert read(tmp_path, line) == (
         Machine(
@@ -83,8 +84,15 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("flops=1e999", "'1e999'", "1M to 1000P"),
         ("latency=1e308s", "'1e308s'", "1ns to 1000s"),
         ("memroy=1GiB", "'memroy'", "memory"),
-        ("colour=grey", "'colour'", "memory, wired, flops, bandwidth, link, latency, rdma, kind"),
+        (
+            "colour=grey",
+            "'colour'",
+            "memory, wired, flops, bandwidth, link, latency, rdma, kind, python",
+        ),
         ("kind=", "kind", "kind=m2-ultra"),
+        ("python=python3", "python is 'python3'", "python=/opt/shardmlx/bin/python"),
+        ("python=/opt/my", "python is '/opt/my'", "python=/opt/shardmlx/bin/python"),
+        ("python=/a;b/bin/python", "python is '/a;b/bin/python'", "without spaces"),
         ("link=1Gbps link=1Gbps", "link", "once"),
         ("memory=8GiB wired=9GiB", "'mac'", "wired"),
     ],
