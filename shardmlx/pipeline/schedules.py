@@ -125,7 +125,7 @@ def gpipe(pp: int, microbatches: int, virtual: int) -> Grid:
     )
 
 
-def one_f_one_b(pp: int, microbatches: int, virtual: int = 1) -> Grid:
+def one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
     """Order a backward as soon as there is one: "one forward, one backward".
 
     ::
@@ -158,7 +158,7 @@ def interleaved_one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
     first micro-batch of a group is back from its round when the last has set out.
     """
     if virtual == 1:  # a longer warm-up would only hold more memory
-        return one_f_one_b(pp, microbatches)
+        return one_f_one_b(pp, microbatches, virtual)
     rounds = max(1, microbatches // pp)
     groups = [(microbatches + i) // rounds for i in reversed(range(rounds))]
 
@@ -173,7 +173,7 @@ def interleaved_one_f_one_b(pp: int, microbatches: int, virtual: int) -> Grid:
     return tuple(_numbered(rank_words(rank), microbatches) for rank in range(pp))
 
 
-def zb_h1(pp: int, microbatches: int, virtual: int = 1) -> Grid:
+def zb_h1(pp: int, microbatches: int, virtual: int) -> Grid:
     """Order 1F1B with the backward split, W p-1 micro-batches behind F on every rank.
 
     ::
@@ -197,7 +197,7 @@ def zb_h1(pp: int, microbatches: int, virtual: int = 1) -> Grid:
     )
 
 
-def zb_v(pp: int, microbatches: int, virtual: int = 2) -> Grid:
+def zb_v(pp: int, microbatches: int, virtual: int) -> Grid:
     """Order zero-bubble work on a V: rank r runs stage r on the way down, 2p-1-r on the way up.
 
     ::

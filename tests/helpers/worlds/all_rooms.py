@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tests.helpers.worlds.commands import COMMANDS
 from tests.helpers.worlds.job_faults import JOBS
+from tests.helpers.worlds.requests import REQUESTS
 from tests.helpers.worlds.rooms import Room
 
-ROOMS: tuple[Room, ...] = (JOBS,)
+ROOMS: tuple[Room, ...] = (JOBS, COMMANDS, REQUESTS)

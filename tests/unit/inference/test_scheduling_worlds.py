@@ -5,24 +5,22 @@ from __future__ import annotations
 import pytest
 
 from shardmlx.inference.commands import Command, PutBack, Reject
-from tests.helpers.scheduling_worlds import live
-from tests.helpers.toy_stages import Stages
-
-WORLDS = 2000
-"""``python -m tests.helpers.scheduling_worlds`` lives 10,000."""
+from tests.helpers.worlds.requests import REQUESTS, World
+from tests.helpers.worlds.rooms import Room
+from tests.helpers.worlds.toy_stages import Stages
 
 PARTS = 8
+WORLDS = 250
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_text_is_the_text_alone_and_nothing_of_it_stays(part: int) -> None:
-    for seed in range(part, WORLDS, PARTS):
-        live(seed)
+    REQUESTS.worlds(WORLDS, part * WORLDS)
 
 
 def test_a_seed_makes_the_same_world_again() -> None:
-    assert live(3).trace == live(3).trace
-    assert live(4).trace != live(3).trace
+    assert REQUESTS.world(3).trace == REQUESTS.world(3).trace
+    assert REQUESTS.world(4).trace != REQUESTS.world(3).trace
 
 
 class Careless(Stages):
@@ -34,11 +32,12 @@ class Careless(Stages):
 
 
 def test_stages_that_keep_what_they_are_to_forget_are_seen_and_the_world_says_its_seed() -> None:
+    room = Room("requests", lambda simulation: World(simulation, Careless).run())
     said = {}
     for seed in range(50):
         try:
-            live(seed, Careless)
+            room.world(seed)
         except AssertionError as error:
             said[seed] = error.__notes__
     assert len(said) > 5
-    assert all(notes[0].startswith(f"world {seed}: ") for seed, notes in said.items())
+    assert all(f"--first {seed} " in notes[0] for seed, notes in said.items())

@@ -137,3 +137,49 @@ def test_the_grid_beside_a_schedule_is_the_one_that_is_drawn(
     lines = [line.strip() for line in (schedule.order.__doc__ or "").splitlines()]
     beside = [line for line in lines if re.match(r"r\d ", line)]
     assert beside == timeline(simulate(grid, placement, costs)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "fewest"),
+    [
+        ("gpipe", 100, 100),
+        *(
+            (name, count, min(count, 16))
+            for name in ("1f1b", "zb-h1", "zb-v")
+            for count in (9, 100)
+        ),
+        ("interleaved-1f1b", 100, 16),
+        ("interleaved-1f1b", 101, 17),
+        ("interleaved-1f1b", 102, 22),
+        ("interleaved-1f1b", 103, 27),
+        ("interleaved-1f1b", 26, 22),
+        ("interleaved-1f1b", 14, 14),
+    ],
+)
+def test_a_long_step_holds_the_same_as_one_of_so_many_microbatches(
+    schedule: str, microbatches: int, fewest: int
+) -> None:
+    """On 4 ranks: two rounds of the pipeline to fill and to drain it, or larger groups among
+    others."""
+    assert get_schedule(schedule).fewest_alike(4, microbatches) == fewest
+    assert _held(schedule, microbatches) == _held(schedule, fewest)
+
+
+def _held(schedule: str, microbatches: int) -> list[set[tuple[int, ...]]]:
+    """Return of each of 4 ranks how many micro-batches of each of its stages it holds at a time."""
+    virtual = get_schedule(schedule).default_virtual
+    held = []
+    for actions in compute_actions(schedule, 4, microbatches):
+        counts = dict.fromkeys(sorted({action.stage for action in actions}), 0)
+        assert len(counts) == virtual
+        seen = set()
+        for action in actions:
+            counts[action.stage] += {F: 1, B: -1, W: -1}.get(action.kind, 0)
+            seen.add(tuple(counts.values()))
+        held.append(seen)
+    return held
+
+
+def test_the_order_repeats_itself_with_each_microbatch_or_with_each_group() -> None:
+    periods = {name: schedule.period(4) for name, schedule in SCHEDULES.items()}
+    assert periods == {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 4, "zb-h1": 1, "zb-v": 1}

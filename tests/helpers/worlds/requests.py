@@ -1,17 +1,9 @@
-"""Requests that come and go, in worlds that seeds draw: each text is the text alone.
-
-    python -m tests.helpers.scheduling_worlds --worlds 10000
-
-A world is a ``FirstStage`` with its scheduler, prefix cache and drafts, over toy stages
-(``tests/helpers/toy_stages.py``), and clients that ask, go on with conversations, and give up at
-any moment. ``--first SEED --worlds 1`` lives one again, and prints what happens in it.
-"""
+"""Requests that come and go: a ``FirstStage`` with its scheduler, prefix cache and drafts, over toy
+stages, and clients that ask, go on with conversations, and give up at any moment."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -30,7 +22,9 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.models.sizes.kv_cache import STEP, held
-from tests.helpers.toy_stages import STOP, VOCABULARY, Kind, Stages, Text
+from tests.helpers.worlds.rooms import Room
+from tests.helpers.worlds.simulation import Simulation
+from tests.helpers.worlds.toy_stages import STOP, VOCABULARY, Kind, Stages, Text
 
 MOST_STEPS = 4000
 """Steps after which a world stands still. The longest texts take a few hundred."""
@@ -77,12 +71,12 @@ class GuessingDrafter(Drafter):
 
 
 class World:
-    """A server of one seed over ``stages``, its clients, and what has happened: ``trace``."""
+    """A server over ``stages``, and its clients."""
 
-    def __init__(self, seed: int, stages: type[Stages] = Stages) -> None:
-        self.trace: list[str] = []
+    def __init__(self, simulation: Simulation, stages: type[Stages] = Stages) -> None:
+        self.simulation = simulation
         self.requests: dict[int, Request] = {}
-        self._random = random = Random(seed)
+        self._random = random = simulation.random
         self._stages_count = random.choice([1, 1, 2, 2, 3, 4])
         self._most = random.choice([1, 2, 4, 6])
         self._kind = random.choice(
@@ -204,7 +198,7 @@ class World:
         self.first_stage.add(number, prompt, params, context, adapter)
 
     def _note(self, what: str) -> None:
-        self.trace.append(f"{self.stages.clock}: {what}")
+        self.simulation.note(f"step {self.stages.clock}:", what)
 
     def run(self) -> None:
         """Live until all clients have got their texts or have given up, and check what stays."""
@@ -281,39 +275,10 @@ class World:
         assert 0 <= counts.accepted <= counts.drafted
 
 
-def live(seed: int, stages: type[Stages] = Stages) -> World:
-    """Live one world; an error has its seed and the end of its trace as a note."""
-    world = World(seed, stages)
-    try:
-        world.run()
-    except BaseException as error:
-        error.add_note(f"world {seed}: {world.trace[-12:]}")
-        raise
-    return world
+def play(simulation: Simulation) -> None:
+    """Each text is the text alone, and ends once. There are never more sequences or tokens than
+    there is room for. At the end nothing is held but what the prefix cache knows of."""
+    World(simulation).run()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Live some worlds; return 1 if one is not as it must be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--worlds", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    options = parser.parse_args(arguments)
-    start = time.process_time()
-    faults = 0
-    for seed in range(options.first, options.first + options.worlds):
-        try:
-            world = live(seed)
-        except Exception as error:
-            faults += 1
-            print(f"{error!r}", *getattr(error, "__notes__", ()))
-        else:
-            if options.worlds == 1:
-                print(*world.trace, sep="\n")
-    print(f"{options.worlds} worlds, {faults} faults, {time.process_time() - start:.1f} CPU s")
-    return int(faults > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+REQUESTS = Room("requests", play)
