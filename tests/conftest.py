@@ -18,6 +18,11 @@ from testbed.jobs import CACHE
 from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
+# Compiled once, also without scripts/test.sh: every rank that a test starts reads the modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+if sys.pycache_prefix is None:
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(CACHE / "python")
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # they import trio
 # Apple's M5 and CUDA multiply float32 in ten bits else, as MLX's own tests know.
 os.environ["MLX_ENABLE_TF32"] = "0"
