@@ -23,16 +23,17 @@ from urllib.parse import parse_qsl, urlsplit
 import httpx
 import numpy as np
 from _soaking import Record
-from soak_hub import NAMES, started
 
 from shardmlx.common.http_listener import bind
 from shardmlx.islands.aggregate import weighted_mean
 from shardmlx.islands.client import TOKEN
 from shardmlx.islands.outer import NESTEROV, OuterOptimizer
 from shardmlx.islands.store import Report
+from testbed.hub_process import started_hub
 from testbed.jobs import Running
 from testbed.runs import in_file
 
+NAMES = ("ann", "ben", "cid", "dee")
 RANKS = dict.fromkeys(NAMES, 1) | {NAMES[-1]: 2}
 STEPS, FRAGMENTS = 10, 2
 HUB = f"--inner-steps {STEPS} --fragments {FRAGMENTS} --overlap 3 --deadline 5"
@@ -131,7 +132,7 @@ class Lab:
 
     def start_hub(self) -> None:
         limit = "" if self.tokens is None else f" --tokens {self.tokens}"
-        self.hub = started(self.path, self._port, HUB + limit)
+        self.hub, _ = started_hub(self.path, NAMES, *(HUB + limit).split(), port=self._port)
 
     def start_islands(self) -> None:
         """Start the islands that are absent, and wait until all train."""

@@ -33,10 +33,9 @@ from statistics import fmean
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from _island_lab import FRAGMENTS, RANKS, Island, Lab, replay
+from _island_lab import FRAGMENTS, NAMES, RANKS, Island, Lab, replay
 from _soaking import Record, parser_of
 from mlx_lm.utils import load
-from soak_hub import NAMES
 
 from shardmlx.islands.protocol import Join, SharedTensor, fragments_of
 from testbed.rows import write
