@@ -13,6 +13,9 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.loop import no_prompts_come_in
 from shardmlx.planning.memory.limits import MemoryLimits
 
+WAITING = "waiting for requests"
+"""The activity of ranks that neither train nor sample, as others tell of a lost one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPlan:

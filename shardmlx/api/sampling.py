@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from shardmlx.api.plan import WAITING
 from shardmlx.api.requests import SampledAnswer, SamplePrompt, SampleResult, TopTokens
 from shardmlx.common.formatting import plural
 from shardmlx.distributed.crew import Crew, takes_long, together
@@ -97,6 +98,7 @@ class SamplingWorker:
         """Do what rank 0's first stage announces until it stops. On all other ranks."""
         if self._has_part:
             LaterStage(*self._workers).run()
+        self._transport.activity.begin(WAITING)
 
     def lead(self, most: int, capacity: int | None, prefixes: PrefixCache | None) -> FirstStage:
         """Return the first stage, on rank 0: for so many sequences at ``most``, which have room for
@@ -328,6 +330,7 @@ class Sampler:
         self._stage.stop()
         self._following.close()
         self._following = None
+        self._crew.transport.activity.begin(WAITING)
 
     def _check(self, request: SamplePrompt) -> None:
         """Raise ``UserError`` if a request is wrong."""

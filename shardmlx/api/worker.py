@@ -19,7 +19,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from shardmlx.api.adapters import AdapterKeys, fine_tune_of
-from shardmlx.api.plan import LoopPlan
+from shardmlx.api.plan import WAITING, LoopPlan
 from shardmlx.api.requests import LoraOptions, OptimStep
 from shardmlx.api.sampling import SamplingWorker
 from shardmlx.checkpoint.export import (
@@ -234,6 +234,7 @@ class LoopWorker(ModelWorker):
             self.sampling = SamplingWorker(
                 self.transport, self._hops, plan.route, plan.chunk, plan.random_state
             )
+        self.transport.activity.begin(WAITING)
         return sum(part.nbytes for part in self._base)
 
     def _own(self, slices: Sequence[Slice]) -> list[Slice]:

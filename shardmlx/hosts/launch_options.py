@@ -93,7 +93,7 @@ class LaunchOptions:
     ``timeout`` is the command's, in seconds. ``checkpoints``, ``config_file``, the names of the
     options ``in_file`` and ``stage_map`` are those of ``train``; ``chose_directory`` is True if
     launch lets it save checkpoints, and the user did not say where. A command that ``prints_json``
-    needs stdout for itself.
+    needs stdout for itself. A server whose clients train is one ``of_loops``.
     """
 
     flags: LaunchFlags
@@ -108,6 +108,7 @@ class LaunchOptions:
     in_file: Collection[str] = ()
     stage_map: str | None = None
     chose_directory: bool = False
+    of_loops: bool = False
     prints_json: bool = False
     max_restarts: int = 0
 
@@ -206,6 +207,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         in_file=given.file.keys(),
         stage_map=read.layout.stage_map if trains else None,
         chose_directory=chose_directory,
+        of_loops=command == "serve" and read.train,
         prints_json=getattr(read, "json", None) == STDOUT,
         max_restarts=restarts,
     )

@@ -313,7 +313,12 @@ class Launcher:
         if launch.checkpoints is None:
             hosts = self._wait_for_hosts()
             _say_who_takes_over([host for host in hosts if host not in before.hosts])
-            _say("the server starts again; its prefix cache is lost")
+            lost = "its prefix cache is lost"
+            if launch.of_loops:
+                lost = (
+                    "models and snapshots that were not saved are lost, and saved states are there"
+                )
+            _say(f"the server starts again; {lost}")
             return Start(hosts, launch.ranks, launch.options)
         findings = self._ask()
         first = launch.hosts[0]

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 from safetensors.numpy import load
 
-from shardmlx.api.client import TrainClient
-from shardmlx.api.plan import LoopPlan
+from shardmlx.api.client import TrainClient, train_client
+from shardmlx.api.plan import WAITING, LoopPlan
 from shardmlx.api.setup import prepare
 from shardmlx.api.worker import LoopWorker
 from shardmlx.common.reporter import Reporter
@@ -79,6 +79,28 @@ def test_tokens_of_answers_take_their_keys_and_values(small: Path) -> None:
     layers, heads, size = 5, 2 * 2, 8
     more = peak(many) - peak(few)
     assert more >= (4096 - 1024) * layers * heads * size * FLOAT32 * 0.99
+
+
+def test_ranks_between_two_requests_are_not_said_to_do_the_last_one(small: Path) -> None:
+    seen: dict[int, list[str]] = {0: [], 1: []}
+
+    def run(transport: LocalTransport) -> None:
+        how = {"model": str(small), "max_train_length": 48, "device": "cpu"}
+        with train_client(transport, quiet=True, **how) as client:
+            if client is not None:
+                seen[0].append(str(transport.activity))
+                model = client.create_model(rank=RANK)
+                client.sample([1, 2], max_tokens=2).result()
+                assert client.service.sampler is not None
+                client.service.sampler.pause()
+                seen[0].append(str(transport.activity))
+                learn(model, range(1))
+                seen[0].append(str(transport.activity))
+        seen[1].append(str(transport.activity))
+
+    LocalNetwork(2, timeout=30).run(run)
+    assert seen[0] == [WAITING] * 3
+    assert seen[1] == [WAITING] * 2
 
 
 def test_what_is_planned_is_enough(small: Path) -> None:

@@ -287,6 +287,21 @@ def test_a_server_that_fails_starts_again_on_all_its_hosts(
     ]
 
 
+def test_a_server_of_loops_says_what_it_loses_and_what_it_keeps(
+    lab: Lab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep_by(lambda seconds: None, monkeypatch)
+    lab.ends("exit 137", WELL)
+    assert lab.start("serve", "--model", "nowhere", "--port", "8080", "--train").run() == 0
+    assert (
+        capfd.readouterr().out.count(
+            "the server starts again; models and snapshots that were not saved are lost, and saved "
+            "states are there"
+        )
+        == 1
+    )
+
+
 def test_a_server_whose_host_does_not_come_back_is_given_up(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
