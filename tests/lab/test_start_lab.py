@@ -1,0 +1,37 @@
+"""Ranks that mpirun has started, and whose messages a firewall drops: a line names the host, and
+the job ends at --timeout."""
+
+from __future__ import annotations
+
+import subprocess
+
+from testbed.hosts import Lab
+from tests.helpers.mpirun import mpirun
+
+MESSAGES = "10.78.0"
+
+
+def with_a_second_network(lab: Lab) -> None:
+    """Give hosts a network for messages, in which the packets of mac2 vanish."""
+    for number, host in enumerate(lab.hosts, start=1):
+        script = (
+            "ip link add link eth0 name eth1 type macvlan mode bridge && ip link set eth1 up && "
+            f"ip addr add {MESSAGES}.{number}/24 dev eth1"
+        )
+        subprocess.run(lab.command(host, "sh", "-c", script), check=True)
+    nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+    vanish = ("ip", "neigh", "replace", f"{MESSAGES}.1", "dev", "eth1", *nowhere)
+    subprocess.run(lab.command("mac2", *vanish), check=True)
+
+
+def test_a_host_whose_messages_are_dropped_is_named_and_the_start_ends_in_time(lab: Lab) -> None:
+    """mpirun's own connections are in another network, and work."""
+    with_a_second_network(lab)
+    lab.mpirun_options = (*lab.mpirun_options[:-1], f"{MESSAGES}.0/24")
+    words = ("--model", "model", "--prompt", "Ahoy", "--timeout", "6")
+    job = mpirun(2, command=lab.mpirun(2, "-m", "shardmlx.generate", *words))
+    said = job.failure(1)
+    where = "starting MPI: no message of MPI from rank 1 on mac2 came within"
+    assert said.startswith(f"shardmlx: failed: rank 0 on mac1: {where} 6 s (see --timeout): ")
+    assert "firewalls" in said
+    assert f"warning: {where} 3 s; the job ends after 6 s" in job.stderr
