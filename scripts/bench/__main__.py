@@ -23,6 +23,7 @@ from scripts.bench import (
     growth,
     islands,
     messages,
+    own_loop,
     prediction,
     quoting,
     stages,
@@ -54,6 +55,7 @@ TABLE: tuple[Benchmark, ...] = (
     curves.CURVES,
     curves.SAME_CURVE,
     export.EXPORT,
+    own_loop.OWN_LOOP,
     growth.GROWTH,
     which_parallelism.WHICH_PARALLELISM,
 )
