@@ -6,5 +6,6 @@ from tests.helpers.worlds.commands import COMMANDS
 from tests.helpers.worlds.job_faults import JOBS
 from tests.helpers.worlds.requests import REQUESTS
 from tests.helpers.worlds.rooms import Room
+from tests.helpers.worlds.saves import SAVES
 
-ROOMS: tuple[Room, ...] = (JOBS, COMMANDS, REQUESTS)
+ROOMS: tuple[Room, ...] = (JOBS, COMMANDS, REQUESTS, SAVES)

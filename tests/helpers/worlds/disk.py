@@ -7,8 +7,8 @@ opened to be written, flushes, and changes of names. Nothing of the product is p
 - When a process dies, all that it had given to the operating system is on the disk; of the file
   that it was writing last, some part.
 - When the power is cut, each file that was not flushed since it was opened has some part of its
-  bytes, and the changes of names since a directory was last flushed are there up to some point:
-  file systems with a journal keep their order.
+  bytes. The changes of names in a directory are there up to some point, which is not before its
+  last flush. A flush of a directory keeps the way to it, too.
 - A full disk refuses whatever needs room, and takes the last bytes of a file only as it is flushed.
 """
 
@@ -20,6 +20,8 @@ import errno
 import io
 import os
 import secrets
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,42 @@ class Faults:
 
 
 @dataclass
+class _Change:
+    """A change of a name that was made: ``before`` became ``after``, either of which may be none;
+    ``kept`` is the file that had the name ``after``, or that went."""
+
+    before: str | None
+    after: str | None
+    is_directory: bool
+    kept: str | None = None
+
+    @property
+    def directory(self) -> str:
+        """The directory whose names changed."""
+        return os.path.dirname(self.after or self.before or "")
+
+    def move(self, old: str, new: str) -> None:
+        """Take note that a directory has another name."""
+        self.before = self.before and _moved(self.before, old, new)
+        self.after = self.after and _moved(self.after, old, new)
+
+    def undo(self) -> None:
+        """Make the names what they were."""
+        if self.before is not None and not os.path.isdir(os.path.dirname(self.before)):
+            return  # its directory is not there either
+        if self.before is None:
+            _remove(self.after or "")
+        elif self.after is not None:
+            os.rename(self.after, self.before)
+            if self.kept is not None:
+                os.rename(self.kept, self.after)
+        elif self.is_directory:
+            os.mkdir(self.before)
+        elif self.kept is not None:
+            os.rename(self.kept, self.before)
+
+
+@dataclass
 class FailingDisk:
     """The disk of a directory, ``root``, all below which is watched by ``failing``."""
 
@@ -59,7 +97,7 @@ class FailingDisk:
     """The calls that changed the disk, in order, since ``failing`` began: name and file."""
     has_crashed: bool = False
     _dirty: dict[str, None] = field(default_factory=dict)
-    _undo: list[Callable[[], object]] = field(default_factory=list)
+    _changes: list[_Change] = field(default_factory=list)
     _stash: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +132,7 @@ class FailingDisk:
         opened = self._opening_file(io.open)
         patch.setattr(io, "open", opened)
         patch.setattr(builtins, "open", opened)
+        patch.setattr(threading, "excepthook", _quiet_at_crashes(threading.excepthook))
 
     def _place(self, path: Any, directory: int | None = None) -> str | None:
         """Return the whole path of what a call names, if it is on this disk."""
@@ -131,35 +170,33 @@ class FailingDisk:
             if place is None:
                 return real(path, *rest, **options)
             self._come(name, place)
-            before = self._before(name, place, rest)
+            change = self._change(name, place, rest)
             result = real(path, *rest, **options)
-            self._undo.append(before)
+            if change.before is not None and change.after is not None:
+                self._move(change.before, change.after)
+            self._changes.append(change)
             return result
 
         return call
 
-    def _before(self, name: str, place: str, rest: tuple[Any, ...]) -> Callable[[], object]:
-        """Return a function that undoes a change of names, which has not been made yet."""
+    def _change(self, name: str, place: str, rest: tuple[Any, ...]) -> _Change:
+        """Return a change of names that is about to be made."""
         if name in ("rename", "replace"):
             target = os.path.abspath(os.fspath(rest[0]))
-            kept = self._kept(target)
-            self._dirty.pop(target, None)
-            moved = {_moved(each, place, target): None for each in self._dirty}
-            self._dirty = moved
-
-            def back() -> None:
-                os.rename(target, place)
-                if kept is not None:
-                    os.rename(kept, target)
-
-            return back
+            return _Change(place, target, os.path.isdir(place), self._kept(target))
         if name == "mkdir":
-            return lambda: os.rmdir(place)
+            return _Change(None, place, True)
         if name == "rmdir":
-            return lambda: os.mkdir(place)
-        kept = self._kept(place)
+            return _Change(place, None, True)
         self._dirty.pop(place, None)
-        return lambda: None if kept is None else os.rename(kept, place)
+        return _Change(place, None, False, self._kept(place))
+
+    def _move(self, old: str, new: str) -> None:
+        self._dirty.pop(new, None)
+        self._dirty = {_moved(each, old, new): None for each in self._dirty}
+        if os.path.isdir(new):
+            for change in self._changes:
+                change.move(old, new)
 
     def _kept(self, place: str) -> str | None:
         """Keep a file whose name goes, in case that is undone."""
@@ -188,7 +225,9 @@ class FailingDisk:
         def call(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
             place = None if isinstance(file, int) else self._place(file)
             if place is None:
-                return real(file, mode, *rest, **options)
+                opened = real(file, mode, *rest, **options)
+                self._files.pop(opened.fileno(), None)
+                return opened
             if set(mode) & set("wax+"):
                 self._create(place)
             opened = real(file, mode, *rest, **options)
@@ -200,7 +239,7 @@ class FailingDisk:
     def _create(self, place: str) -> None:
         self._come("open", place)
         if not os.path.exists(place):
-            self._undo.append(lambda: Path(place).unlink(missing_ok=True))
+            self._changes.append(_Change(None, place, False))
         self._dirty.pop(place, None)
         self._dirty[place] = None
 
@@ -212,7 +251,7 @@ class FailingDisk:
                 self._come("fsync", place)
             real(descriptor)
             if place is not None and os.path.isdir(place):
-                self._undo.clear()
+                self._changes = [each for each in self._changes if not _is_above(each, place)]
             elif place is not None:
                 self._dirty.pop(place, None)
 
@@ -228,13 +267,24 @@ class FailingDisk:
         for place in self._dirty:
             if self.random.random() < 0.7:
                 self._cut_short(place)
-        kept = self.random.randint(0, len(self._undo))
-        for undo in reversed(self._undo[kept:]):
-            undo()
+        kept: dict[str, int] = {}
+        for directory in sorted({change.directory for change in self._changes}):
+            there = [each for each in self._changes if each.directory == directory]
+            kept[directory] = self.random.randint(0, len(there))
+        lost = []
+        for change in self._changes:
+            kept[change.directory] -= 1
+            if kept[change.directory] < 0:
+                lost.append(change)
+        for place, change in reversed([*enumerate(lost)]):
+            change.undo()
+            if change.is_directory and change.before and change.after:
+                for each in lost[:place]:
+                    each.move(change.after, change.before)
 
     def _forget(self) -> None:
         self._dirty.clear()
-        self._undo.clear()
+        self._changes.clear()
         self._files.clear()
         for path in self._stash.iterdir():
             path.unlink()
@@ -245,3 +295,25 @@ def _moved(place: str, old: str, new: str) -> str:
     """Return the path of ``place`` once ``old``, a file or a directory, is called ``new``."""
     is_in_it = place == old or place.startswith(old + os.sep)
     return new + place[len(old) :] if is_in_it else place
+
+
+def _remove(place: str) -> None:
+    if os.path.isdir(place):
+        shutil.rmtree(place)
+    else:
+        Path(place).unlink(missing_ok=True)
+
+
+def _is_above(change: _Change, directory: str) -> bool:
+    """Return whether a change is kept by a flush of a directory."""
+    return directory == change.directory or directory.startswith(change.directory + os.sep)
+
+
+def _quiet_at_crashes(real: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Return a hook for errors of threads, of which a ``Crash`` is none."""
+
+    def hook(ended: Any) -> None:
+        if ended.exc_type is not Crash:
+            real(ended)
+
+    return hook
