@@ -276,10 +276,10 @@ class FailingDisk:
             kept[change.directory] -= 1
             if kept[change.directory] < 0:
                 lost.append(change)
-        for place, change in reversed([*enumerate(lost)]):
+        for number, change in reversed([*enumerate(lost)]):
             change.undo()
             if change.is_directory and change.before and change.after:
-                for each in lost[:place]:
+                for each in lost[:number]:
                     each.move(change.after, change.before)
 
     def _forget(self) -> None:

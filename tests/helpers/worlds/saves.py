@@ -15,9 +15,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from shardmlx.checkpoint.export import SaveError
 from shardmlx.checkpoint.resume import Resumption, Storage, prepare_resumption
 from shardmlx.checkpoint.store import Manifest, Store, name_of
-from shardmlx.checkpoint.writer import CheckpointWriter, SaveError, Snapshot
+from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.crew import Crew, lead, together
@@ -252,7 +253,7 @@ def play(simulation: Simulation) -> None:
     runs never write to one directory. What is left half done is gone after the next save."""
     kind, seen = simulation.random.choice(STORAGES)
     simulation.note(kind, seen)
-    with tempfile.TemporaryDirectory(dir=_memory()) as name:
+    with tempfile.TemporaryDirectory(dir=memory()) as name:
         run = Run(simulation, Path(name).resolve(), kind, seen, simulation.random.choice([1, 2]))
         for _ in range(simulation.random.randint(1, 2)):
             run.live(faults_of(simulation))
@@ -279,7 +280,7 @@ def _check_last(run: Run) -> None:
     assert int.from_bytes(first, "little") == int.from_bytes(second, "little") == course
 
 
-def _memory() -> str | None:
+def memory() -> str | None:
     """Return a directory in memory, where there is one: no flush of it takes time."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
