@@ -28,6 +28,7 @@ from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
 from shardmlx.inference.adapters import Adapter
 from shardmlx.inference.detokenize import StopStrings, TokenText
+from shardmlx.inference.grammars import Grammars, has_llguidance
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
@@ -70,16 +71,19 @@ class SamplingWorker:
         self._transport = transport
         self._chunk = chunk
         self._has_part = transport.rank < route.mesh.size
+        self._samplers = [BatchSampler(random_state) for _ in parts]
         self._workers = [
             StageWorker(
                 transport,
                 part,
                 KVCaches(part.new_caches),
-                BatchSampler(random_state),
+                sampler,
                 route=route,
                 hop=hop,
             )
-            for hop, part in zip(route.numbers(transport.rank), parts, strict=True)
+            for hop, part, sampler in zip(
+                route.numbers(transport.rank), parts, self._samplers, strict=True
+            )
         ]
 
     def hold(self, number: int, adapters: Sequence[Adapter]) -> None:
@@ -92,6 +96,15 @@ class SamplingWorker:
         """Forget an adapter, once the sequences under way no longer need it."""
         for worker in self._workers:
             del worker.adapters.by_number[number]
+
+    def has_llguidance(self) -> bool:
+        """Return whether llguidance is installed on this rank."""
+        return has_llguidance()
+
+    def keep_to(self, grammars: Grammars) -> None:
+        """Let answers keep to grammars."""
+        for sampler in self._samplers:
+            sampler.grammars = grammars
 
     @takes_long
     def follow(self) -> None:

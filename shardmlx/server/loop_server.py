@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from socket import socket
 
+from shardmlx.api.sampling import SamplingWorker
 from shardmlx.api.service import TrainService
 from shardmlx.api.setup import prepare, serve_loop
 from shardmlx.api.worker import LoopWorker
@@ -17,6 +18,7 @@ from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
+from shardmlx.inference.grammars import Grammars, grammars_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import usual_sampling
 from shardmlx.inference.setup import encoder_of
@@ -67,6 +69,7 @@ def _answer(
     assert sampler is not None, "its plan has answers"
     reporter = crew.worker.reporter
     sampling = usual_sampling(config, encoder.tokenizer)
+    grammars = _share_grammars(crew, encoder)
     server = RequestServer(
         config,
         crew.transport,
@@ -74,6 +77,7 @@ def _answer(
         encoder,
         sampling,
         sampler.context,
+        None if grammars is None else grammars.complaint,
         tell_others=service.fail,
     )
     routes = tinker_routes(
@@ -98,3 +102,14 @@ def _answer(
 
     server.run(listeners, generate, routes)
     server.end()
+
+
+def _share_grammars(crew: Crew[LoopWorker], encoder: PromptEncoder) -> Grammars | None:
+    """Let answers keep to grammars, where all ranks have llguidance; return these, or None."""
+    sampling = crew.part(SamplingWorker, "sampling")
+    if not all(sampling.all(SamplingWorker.has_llguidance)):
+        return None
+    grammars = grammars_of(encoder, crew.worker.opened.shape.vocab_size)
+    if grammars is not None:
+        sampling.all(SamplingWorker.keep_to, grammars)
+    return grammars

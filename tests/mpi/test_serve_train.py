@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import sys
 import warnings
@@ -103,6 +104,16 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
     # The base answers others meanwhile: nothing that trains changes it.
     before = served.ask("Ahoy!")
     assert before == served.ask("Ahoy!") != ""
+    answer = served.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "On which day?"}],
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "day", "schema": {"enum": ["mon", "tue"]}},
+        },
+        max_tokens=20,
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ("mon", "tue")
 
 
 @pytest.mark.parametrize("served", ["2 ranks"], indirect=True)
