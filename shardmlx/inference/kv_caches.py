@@ -80,13 +80,17 @@ class _BatchedCaches:
         moved: dict[int, Caches] = {sequence: [] for sequence in moving.values()}
         caches = []
         for layer in _taken(self.caches):
-            for row, sequence in moving.items():
-                moved[sequence].append(_row(layer, row, count))
+            rows = [_row(layer, row, count) for row in moving]
+            for sequence, taken in zip(moving.values(), rows, strict=True):
+                moved[sequence].append(taken)
             if len(staying) > 1:
                 layer.filter(staying)
-                caches.append(_evaluated(layer))
+                caches.append(layer)
             elif staying:
                 caches.append(_row(layer, staying[0], count))
+            if count > 1:
+                # One layer at a time: a copy of all at once might not fit into memory.
+                mx.eval([each.state for each in (*rows, *caches[-1:])])
         self.sequences = tuple(self.sequences[row] for row in staying)
         self.caches = caches
         return moved
@@ -276,7 +280,7 @@ def _taken(caches: Caches) -> Iterator[Any]:
 
 
 def _row(cache: Any, row: int, count: int) -> Any:
-    """Return one layer's cache of the sequence in ``row`` of ``count``."""
+    """Return one layer's cache of the sequence in ``row`` of ``count``, which may be lazy."""
     if count == 1:
         return cache
     taken = cache.extract(row)
@@ -290,7 +294,7 @@ def _row(cache: Any, row: int, count: int) -> Any:
                 ]
                 mx.eval(rows)
                 setattr(part, BEFORE, rows)
-    return _evaluated(taken)
+    return taken
 
 
 def _evaluated(cache: Any) -> Any:
