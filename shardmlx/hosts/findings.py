@@ -20,8 +20,9 @@ SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
 LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3  # share of a machine's memory
 BUSY_AT_REST = 0.5  # cores that a rank takes while it waits
-NO_TWO_SYSTEMS = "nobody has told of a job on two systems"
-TWO_MACHINES = "one job on both was run with one of them emulated"
+UNTRIED = "nobody has told of a job on such hosts"
+EMULATED = "one job on both was run with one of them emulated"
+_EMULATED_KINDS = {"Linux x86_64", "Linux aarch64"}
 AS_CPU = 1e-2  # relative: CUDA and an M5 may multiply float32 in ten bits
 
 
@@ -193,8 +194,7 @@ def unlike_systems(kinds: Mapping[str, str]) -> Iterator[Finding]:
     if len(hosts) < 2:
         return
     said = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in hosts.items())
-    is_system = len({kind.partition(" ")[0] for kind in hosts}) > 1
-    tried = NO_TWO_SYSTEMS if is_system else TWO_MACHINES
+    tried = EMULATED if hosts.keys() == _EMULATED_KINDS else UNTRIED
     remedy = "docs/mixed-clusters.md says what is known; as islands they need no MPI between them"
     yield Finding(None, f"hosts are unlike: {said}; {tried}", remedy)
 

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from shardmlx.hosts.findings import NO_TWO_SYSTEMS as TWO
-from shardmlx.hosts.findings import BrokenPart, Examination, Host, Link, Route
+from shardmlx.hosts.findings import (
+    EMULATED,
+    UNTRIED,
+    BrokenPart,
+    Examination,
+    Host,
+    Link,
+    Route,
+)
 from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
 
@@ -81,10 +88,14 @@ def test_versions_that_differ_are_named_with_their_hosts() -> None:
 def test_hosts_of_unlike_systems_and_machines_are_told_of_and_like_ones_are_not() -> None:
     mac, spark = host("a"), host("b", 1, of={"system": "Linux 6.11.0-1016-nvidia aarch64"})
     (systems,) = said(mac, spark, host("c", 2))
-    assert systems.startswith(f"hosts are unlike: macOS arm64 (a and c), Linux aarch64 (b); {TWO}")
+    assert systems.startswith(
+        f"hosts are unlike: macOS arm64 (a and c), Linux aarch64 (b); {UNTRIED}"
+    )
     rosetta = host("b", 1, of={"system": "macOS 15.3.1 x86_64"})
     (machines,) = said(mac, rosetta)
-    assert TWO not in machines
+    assert UNTRIED in machines
+    (tried,) = said(spark, host("c", 2, of={"system": "Linux 6.1 x86_64"}))
+    assert EMULATED in tried
     assert said(mac, host("b", 1, of={"system": "macOS 26.1 arm64"})) == []
 
 
