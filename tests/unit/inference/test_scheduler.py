@@ -266,3 +266,29 @@ def test_sequences_of_another_adapter_take_turns_in_a_group_of_their_own() -> No
     for sequence, adapter in enumerate((0, 1, 0)):
         scheduler.add(sequence, 2, adapter=adapter)
     assert " ".join(play(scheduler, 7)) == "a1 b1 c1 AC B AC B"
+
+
+def test_a_prompt_may_come_next_until_all_of_it_but_its_last_token_has_entered() -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=2)
+    assert not scheduler.has_prompt
+    scheduler.add(0, 4)
+    scheduler.add(1, 2)  # waits until the first has ended
+    seen = []
+    for _ in range(3):
+        seen.append(scheduler.has_prompt)
+        scheduler.next()
+    assert seen == [True, True, False]
+
+
+def test_no_step_is_foreseen_of_a_group_that_grows_or_is_not_under_way() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=4)
+    scheduler.add(0, 2)
+    scheduler.next()
+    assert scheduler.foreseen() is None  # its first step may begin now
+    first = item_in(scheduler.next() or ())
+    assert scheduler.foreseen() == first
+    scheduler.add(1, 2)
+    assert item_in(scheduler.next() or ()) == Prefill(1, 1)
+    assert scheduler.foreseen() is None  # the other one joins
+    scheduler.returned(first)
+    assert item_in(scheduler.next() or ()).sequences == (0, 1)
