@@ -49,9 +49,9 @@ LAYOUTS: Sequence[tuple[int, dict[str, Any]]] = (
     (4, {"pipeline_stages": 1, "tensor_parallel": 2, "zero": 1}),
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
-OBJECTIVES = ("sft", "sft", "sft", "dpo", "ipo", "simpo", "orpo", "kto")
+OBJECTIVES = ("sft", "sft", "sft", "dpo", "cpo", "simpo", "orpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Cell:
             "objective": objective,
             "num_layers": random.choice([-1, -1, 2]),
             "grad_accumulation_steps": random.choice([1, 1, 2]),
-            "micro_batch_size": random.choice([1, 2]),
+            "micro_batch_size": random.choice([1, 2] if objective in ("sft", "kto") else [2]),
             "grad_checkpoint": random.random() < 0.3,
             "dtype": random.choice(["float32", "float32", "float32", "bfloat16"]),
             "optimizer": random.choice(["adam", "adamw", "sgd"]),
@@ -86,6 +86,8 @@ class Cell:
             options["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": dropout}
         ends = [STEPS] if random.random() < 0.5 else [random.randint(1, STEPS - 1), STEPS]
         parts = [(*random.choice(LAYOUTS), end) for end in ends]
+        if any("tensor_parallel" in layout for _, layout, _ in parts):
+            options.get("lora_parameters", {})["dropout"] = 0.0  # shares draw other masks
         return cls(
             random.choice(FAMILIES),
             random.random() < 0.3,
@@ -122,7 +124,8 @@ class Bench:
         place.mkdir()
         wanted = self._losses(cell, place, "one", [(1, STEPS, {})])
         found = self._losses(cell, place, "cell", cell.parts)
-        assert found.keys() == wanted.keys(), f"steps {found.keys()} and not {wanted.keys()}"
+        # A part that ends is validated at its end, too.
+        assert found.keys() >= wanted.keys(), f"steps {found.keys()} and not {wanted.keys()}"
         return max(abs(found[key] - wanted[key]) / max(abs(wanted[key]), 0.1) for key in wanted)
 
     def _losses(
