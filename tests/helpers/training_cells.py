@@ -38,12 +38,12 @@ MOST_OF_HALVES = 2e-2
 LAYOUTS: Sequence[tuple[int, dict[str, Any]]] = (
     (1, {}),
     *((2, {"schedule": name}) for name in SCHEDULES),
-    *((2, {"pipeline_stages": 1, "zero": zero}) for zero in (0, 1, 2, 3)),
+    *((2, {"pipeline_stages": 1, "zero": zero}) for zero in (0, 1, 3)),
     (2, {"tensor_parallel": 2}),
     (4, {"schedule": "zb-h1"}),
     *(
         (4, {"pipeline_stages": 2, "schedule": name, "zero": zero})
-        for name, zero in (("1f1b", 1), ("zb-v", 0), ("gpipe", 2), ("1f1b", 3))
+        for name, zero in (("1f1b", 1), ("zb-v", 0), ("gpipe", 1), ("1f1b", 3))
     ),
     (4, {"pipeline_stages": 2, "tensor_parallel": 2, "schedule": "1f1b"}),
     (4, {"pipeline_stages": 1, "tensor_parallel": 2, "zero": 1}),
@@ -81,13 +81,13 @@ class Cell:
         }
         if objective == "sft":
             options |= {"mask_prompt": random.random() < 0.4, "pack": random.random() < 0.3}
-        if method.get("fine_tune_type") != "full":
-            dropout = random.choice([0.0, 0.0, 0.2])
-            options["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": dropout}
+        dropout = random.choice([0.0, 0.0, 0.2])
         ends = [STEPS] if random.random() < 0.5 else [random.randint(1, STEPS - 1), STEPS]
         parts = [(*random.choice(LAYOUTS), end) for end in ends]
         if any("tensor_parallel" in layout for _, layout, _ in parts):
-            options.get("lora_parameters", {})["dropout"] = 0.0  # shares draw other masks
+            dropout = 0.0  # shares draw other masks
+        if method.get("fine_tune_type") != "full":
+            options["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": dropout}
         return cls(
             random.choice(FAMILIES),
             random.random() < 0.3,
