@@ -339,13 +339,13 @@ class _MPIBeatChannel:
 
 
 class _Process(ctypes.Structure):
-    """``pmix_proc_t`` of PMIx."""
+    """The ``pmix_proc_t`` of PMIx."""
 
     _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
 class _Value(ctypes.Structure):
-    """``pmix_value_t`` of PMIx, where it is a text."""
+    """The ``pmix_value_t`` of PMIx, where it is a text."""
 
     _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p))
 

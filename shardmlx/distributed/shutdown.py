@@ -125,7 +125,7 @@ class JobShutdown:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """In words, who has not come to where all ranks wait, and why that may be."""
+    """The ranks, in words, that have not come to where all wait, and the likely causes."""
 
     who: str = "not all ranks came"
     why: str = ""
