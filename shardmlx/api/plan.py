@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import Savings
 from shardmlx.errors import UserError
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.loop import no_prompts_come_in
@@ -46,13 +46,13 @@ class LoopPlan:
     limits: Sequence[MemoryLimits]
 
     @property
-    def route(self) -> Route | None:
+    def route(self) -> TokenRoute | None:
         """The way of samples, through the ranks of the first replica; None if the stage map has the
         first stage elsewhere than on rank 0, where prompts come in."""
         placement = self.plan.stage_map.placement
         if placement[0] != 0:
             return None
-        return Route.of(replace(self.plan.mesh, dp=1), placement)
+        return TokenRoute.of(replace(self.plan.mesh, dp=1), placement)
 
     @property
     def layers_of_hops(self) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -63,7 +63,7 @@ class SamplingWorker:
         self,
         transport: Transport,
         parts: Sequence[Slice],
-        route: Route,
+        route: TokenRoute,
         chunk: int,
         random_state: int,
     ) -> None:

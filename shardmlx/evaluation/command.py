@@ -23,7 +23,7 @@ from shardmlx.evaluation.scoring import Scorer, Scores, Sequences, perplexity_of
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import RankMemory, prepare, report_memory
 from shardmlx.inference.worker import InferenceWorker
@@ -45,7 +45,7 @@ class EvaluationWorker(InferenceWorker):
         if self._scorer is None:
             chunk = self.run.generation.setup.chunk
             self._scorer = Scorer(
-                self.transport, [self.run.part], rows, chunk, Route.of(self.run.job.mesh)
+                self.transport, [self.run.part], rows, chunk, TokenRoute.of(self.run.job.mesh)
             )
         return self._scorer.score(sequences)
 

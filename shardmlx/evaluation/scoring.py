@@ -17,7 +17,7 @@ from shardmlx.distributed.messages import Handle, new_buffer
 from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.engine.batches import Sample
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.stage import HIDDEN_TAG, UNSENT
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
@@ -65,12 +65,12 @@ class Scorer:
         parts: Sequence[Slice],
         rows: int,
         chunk: int,
-        route: Route | None = None,
+        route: TokenRoute | None = None,
     ) -> None:
         self._transport = transport
         self._rows = rows
         self._chunk = chunk
-        self._route = route or Route.of(Mesh(1, transport.size))
+        self._route = route or TokenRoute.of(Mesh(1, transport.size))
         self._parts = dict(zip(self._route.numbers(transport.rank), parts, strict=True))
         """The layers of each hop, by its number."""
         self._sharing = self._route.mesh.sharing(transport.rank)

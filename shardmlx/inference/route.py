@@ -34,7 +34,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TokenRoute:
     """The ``hops`` of a token on the ranks of a ``mesh`` with one pipeline, in order. It begins on
     rank 0."""
 
@@ -46,7 +46,7 @@ class Route:
             raise ValueError(f"a route that begins on rank {self.hops[0].rank}")
 
     @classmethod
-    def of(cls, mesh: Mesh, placement: Sequence[int] | None = None) -> Route:
+    def of(cls, mesh: Mesh, placement: Sequence[int] | None = None) -> TokenRoute:
         """Return the route through stages of this ``placement`` on pipeline ranks: by default one
         stage on each, in order."""
         stages = enumerate(range(mesh.pp) if placement is None else placement)

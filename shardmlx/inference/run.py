@@ -20,7 +20,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -102,7 +102,7 @@ class InferenceRun:
         sampler = BatchSampler(self.random_state, self.grammars)
         return StageWorker(
             *(self.transport, self.part, caches, sampler, self.prefix_files, self.head),
-            route=Route.of(self.job.mesh),
+            route=TokenRoute.of(self.job.mesh),
         )
 
     @property

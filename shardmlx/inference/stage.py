@@ -44,7 +44,7 @@ from shardmlx.inference.commands import (
 from shardmlx.inference.drafts import accepted
 from shardmlx.inference.kv_caches import Backup, Caches, KVCaches
 from shardmlx.inference.prefix_files import PrefixFiles
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
@@ -115,14 +115,14 @@ class StageWorker:
     files: PrefixFiles | None = None
     head: DraftHead | None = None
     item: Item | None = None
-    route: Route | None = None
+    route: TokenRoute | None = None
     hop: int | None = None
     adapters: Adapters = field(init=False)
     announcer: Announcer = field(init=False)
 
     def __post_init__(self) -> None:
         rank = self.transport.rank
-        route = self.route or Route.of(Mesh(1, self.transport.size))
+        route = self.route or TokenRoute.of(Mesh(1, self.transport.size))
         mesh = route.mesh
         number = route.numbers(rank)[0] if self.hop is None else self.hop
         self.adapters = Adapters(self.part)

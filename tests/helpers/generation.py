@@ -18,7 +18,7 @@ from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles, content_of, place_of
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -95,7 +95,9 @@ def on_ranks(
             prefixes = [each for each in files.read_index() if each.key not in found]
             if said is not None and rank == 0:
                 said.extend(found.values())
-        own = worker(transport, part, caches, BatchSampler(7), files, of_head, route=Route.of(mesh))
+        own = worker(
+            transport, part, caches, BatchSampler(7), files, of_head, route=TokenRoute.of(mesh)
+        )
         if rank > 0:
             return LaterStage(own).run()
         quantised = 0 if quantisation is None else quantisation.border

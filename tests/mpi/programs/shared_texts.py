@@ -19,7 +19,7 @@ from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
@@ -48,7 +48,7 @@ def generate(name: str) -> tuple[list[list[int]], int, int] | None:
     part = Slice(build(config).eval(), *bounds[stage])
     take_share(part, shape, shares_of(name, mesh.tp), mesh.share(transport.rank), all_sum)
     caches = KVCaches(part.new_caches)
-    worker = StageWorker(transport, part, caches, BatchSampler(7), route=Route.of(mesh))
+    worker = StageWorker(transport, part, caches, BatchSampler(7), route=TokenRoute.of(mesh))
     if transport.rank:
         LaterStage(worker).run()
         return None

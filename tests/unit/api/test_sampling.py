@@ -22,7 +22,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.adapters import Adapter
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.route import Route
+from shardmlx.inference.route import TokenRoute
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from testbed.tiny_models import VOCABULARY
@@ -76,7 +76,7 @@ def on_ranks(
     others = [{n: adapted(scale) for n, scale in (scales or {}).items()} for _ in range(size)]
 
     def run(transport: Transport) -> Any:
-        route = Route.of(mesh, placement)
+        route = TokenRoute.of(mesh, placement)
         bounds = [LAYERS * i // len(route.hops) for i in range(len(route.hops) + 1)]
         layers = [(bounds[number], bounds[number + 1]) for number in route.numbers(transport.rank)]
         parts = [Slice(models[transport.rank], *each) for each in layers]
