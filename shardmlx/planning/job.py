@@ -121,8 +121,8 @@ class Job:
         return tuple(memory)
 
     def _generating(self, part: GenerationPart, rank: int) -> PlannedMemory:
-        """Return what a rank holds to generate: weights too, if these are not trained. Of replicas
-        the first generates."""
+        """Return what a rank holds to generate: weights too, if these are not trained. The first
+        replica generates."""
         if self.mesh.coordinates(rank)[0]:
             return PlannedMemory(0, 0)
         setup = setups_of(part.setup, self.shares)[self.mesh.share(rank)]
