@@ -118,7 +118,7 @@ def _plan_training(
 
 def _in_pipelines(run: RunSpec, generation: InferenceConfig, facts: Facts) -> RunSpec:
     """Return the run as ranks divide the model that also generate with it: in one pipeline, unless
-    replicas are asked for. Of these the first generates. Raises ``UserError``."""
+    replicas are asked for. The first of these generates. Raises ``UserError``."""
     across = generation.tensor_parallel
     ranks = facts.machines.size // across
     run = run.with_shares(across).for_ranks(ranks)
