@@ -156,6 +156,7 @@ class Stages:
 
     def __post_init__(self) -> None:
         self.last = self.stages - 1
+        self.part = SimpleNamespace(is_first=True, is_last=self.last == 0)
         self.runs_ahead = self.last == 0 and not self.head
         self.item: Item | None = None
         self.caches = SimpleNamespace(remember=False)
@@ -197,6 +198,9 @@ class Stages:
 
     def foresee(self, likely: Decode) -> None:
         """Foresee nothing."""
+
+    def foresee_next(self, item: Item) -> None:
+        """Foresee nothing of a group's next step, either."""
 
     def foreseen_by(self, commands: Commands) -> None:
         """Return None, as if nothing had been foreseen."""
