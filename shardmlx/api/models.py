@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardmlx.api.exports import archive
-from shardmlx.api.plan import cannot_sample
 from shardmlx.api.requests import (
     CreateModel,
     LoadState,
@@ -24,6 +23,7 @@ from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.errors import UserError
 from shardmlx.inference.commands import NO_ADAPTER
 from shardmlx.modelfiles.safetensors_header import read_header
+from shardmlx.planning.loop import no_prompts_come_in
 
 _FOR_SNAPSHOT = "/snapshot"
 """Name of a model that is there while a state becomes a snapshot; no client's has a slash first."""
@@ -234,7 +234,7 @@ class Models:
                 f"there are {self.most_snapshots} snapshots already", "drop one of them first"
             )
         if self.crew.worker.plan.route is None:
-            raise cannot_sample(self.crew.worker.plan)
+            raise no_prompts_come_in(self.crew.worker.plan.plan.stage_map)
         number = self._count + 1
         if request.model is not None:
             self.check(request.model)

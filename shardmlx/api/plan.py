@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import Savings
-from shardmlx.errors import UserError
 from shardmlx.inference.route import TokenRoute
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.loop import no_prompts_come_in
 from shardmlx.planning.memory.limits import MemoryLimits
 
 WAITING = "waiting for requests"
@@ -60,8 +58,3 @@ class LoopPlan:
         ranges = self.plan.stage_map.partition.ranges
         hops = self.route.hops if self.route is not None else ()
         return [(ranges[hop.first][0], ranges[hop.last][1]) for hop in hops]
-
-
-def cannot_sample(plan: LoopPlan) -> UserError:
-    """Return the refusal of samples where there is no route for them."""
-    return no_prompts_come_in(plan.plan.stage_map)

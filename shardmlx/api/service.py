@@ -20,7 +20,6 @@ from typing import Any
 from shardmlx.api.checks import Checker
 from shardmlx.api.models import Models
 from shardmlx.api.open_requests import OpenLoss, OpenRequest
-from shardmlx.api.plan import cannot_sample
 from shardmlx.api.requests import (
     CreateModel,
     DeleteState,
@@ -41,6 +40,7 @@ from shardmlx.api.worker import LoopWorker
 from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.engine.engine import Results
 from shardmlx.errors import UserError, one_line
+from shardmlx.planning.loop import no_prompts_come_in
 
 MOST_TOGETHER = 128
 """Micro-batches of each replica in one command, while nobody samples."""
@@ -334,7 +334,7 @@ class TrainService:
 
     def _begin_sample(self, job: OpenRequest, request: SamplePrompt) -> None:
         if self.sampler is None:
-            raise cannot_sample(self._plan)
+            raise no_prompts_come_in(self._plan.plan.stage_map)
         number = self._models.begin_sample(request.snapshot)
         try:
             self.sampler.add(request, number, job.future)

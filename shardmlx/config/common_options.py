@@ -52,6 +52,14 @@ stage_map = partial(
 
 hostfile = partial(option, help="hostfile that says what the machines have", metavar="FILE")
 
+macs = partial(
+    option,
+    None,
+    "Macs on Thunderbolt, in place of a hostfile: 'M2 16GB, M1 Ultra 64GB', or memory alone",
+    metavar="MACS",
+    excludes="hostfile",
+)
+
 ssh_command = partial(
     option, None, "program that logs in, as PROGRAM HOST COMMAND", metavar="PROGRAM", unset="ssh"
 )

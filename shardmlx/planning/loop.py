@@ -156,14 +156,15 @@ def parts_of_ranks(spec: LoopSpec, job: Job) -> list[RankParts]:
     training = job.trained
     ranges = job.stage_map.partition.ranges
     copies = COPIES + _copies(spec)
+    longest = training.lengths.longest[0]
+    of_shares = [predict_memory(training.plan, own, job.cluster, longest) for own in training.parts]
+    all_caches = job.caches
     found = []
     for rank, memory in enumerate(job.memory):
         own = training.parts[mesh.share(rank)]
         _, pipeline_rank = mesh.coordinates(rank)
         numbers = job.stage_map.stages_of(pipeline_rank)
-        of_ranks, stages = predict_memory(
-            training.plan, own, job.cluster, training.lengths.longest[0]
-        )
+        of_ranks, stages = of_shares[mesh.share(rank)]
         # Copies of the head's adapters stay, and of others all but the gradients of one model.
         of_layers = sum(stages[each].gradients for each in numbers)
         of_ends = 0
@@ -172,7 +173,7 @@ def parts_of_ranks(spec: LoopSpec, job: Job) -> list[RankParts]:
         base = of_ranks[pipeline_rank].resident - (copies - 1) * of_layers - copies * of_ends
         optimizer = MOMENTS * spec.loop.max_adapters * (of_layers + of_ends)
         lora = copies * (of_layers + of_ends) - optimizer
-        caches = job.caches[rank]
+        caches = all_caches[rank]
         found.append(
             RankParts(
                 host=job.cluster.machines[rank].host,

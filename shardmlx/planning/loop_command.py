@@ -43,12 +43,7 @@ class LoopPlanOptions(Options):
         model=common.model_argument(),
         hostfile=common.hostfile(None, group=_MACHINES),
     )
-    machines: str | None = _machines(
-        None,
-        "Macs on Thunderbolt, in place of a hostfile: 'M2 16GB, M1 Ultra 64GB', or memory alone",
-        metavar="MACS",
-        excludes="hostfile",
-    )
+    machines: str | None = common.macs(group=_MACHINES)
     pipeline_stages: int | None = _machines(
         None, "ranks in one pipeline", unset="as many as there are machines", minimum=1
     )

@@ -65,12 +65,7 @@ class PlanOptions(Options):
         model=common.model_argument(),
         hostfile=common.hostfile(None, group=_MACHINES),
     )
-    machines: str | None = _machines(
-        None,
-        "Macs on Thunderbolt, in place of a hostfile: 'M2 16GB, M1 Ultra 64GB', or memory alone",
-        metavar="MACS",
-        excludes="hostfile",
-    )
+    machines: str | None = common.macs(group=_MACHINES)
     backend: str = _machines(BACKENDS[0], "what the machines compute with", choices=BACKENDS)
 
     max_of: str | None = _output(None, "find the longest sequence that fits", choices=("seq",))

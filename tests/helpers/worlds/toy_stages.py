@@ -293,9 +293,8 @@ class Stages:
 
     def _cut(self, sequence: int, count: int) -> None:
         cache = self.held[sequence]
-        is_ring = (
-            self.kind.cuttable > 0
-        )  # which still has all that its last token took the place of
+        # A ring still has all that its last token took the place of.
+        is_ring = self.kind.cuttable > 0
         remembers = is_ring or (cache.is_stepped and self.caches.remember)
         assert (count == 1 and remembers) or len(cache.tokens) < self.kind.cuttable, (
             f"cannot give back {count} tokens"
