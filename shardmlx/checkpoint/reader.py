@@ -1,4 +1,4 @@
-"""Find the checkpoint to go on from, and give every rank its part of it, whatever the layout.
+"""Give every rank its part of the checkpoint to go on from, whatever the layout.
 
 Files may lie on several disks, and a rank may see none of them. A rank with a sound copy sends its
 tensors, one by one, to ranks that need them and see no copy.
@@ -13,106 +13,13 @@ from functools import partial
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import DTYPES, pieces_in
-from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
-from shardmlx.checkpoint.store import FileInfo, Manifest, Store
+from shardmlx.checkpoint.resume import SoundCheckpoint
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.messages import buffer_of, new_buffer
-from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.tags import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
 from shardmlx.models.runtime.slice import Piece
-
-
-@dataclass(frozen=True, slots=True)
-class SoundCheckpoint:
-    """A sound checkpoint. ``disks[file]`` are the disks that have a sound copy of a file."""
-
-    store: Store
-    seen_by: Disks
-    manifest: Manifest
-    disks: Mapping[str, tuple[int, ...]]
-
-
-def find_checkpoint(
-    crew: Crew[SeenCheckpoints], store: Store, disks: Disks, step: int | None = None
-) -> tuple[SoundCheckpoint | None, dict[int, str]]:
-    """Find the newest sound checkpoint on any disk, or that of ``step``, and the faults, by step,
-    of those that were passed over. On rank 0; the ranks that see a disk share the reading."""
-    of_steps = _manifests(crew, store, disks)
-    faults: dict[int, str] = {}
-    for candidate in sorted(of_steps, reverse=True) if step is None else [step]:
-        versions = of_steps.get(candidate, {})
-        problems = [each for each in versions.values() if isinstance(each, str)]
-        for manifest, holders in _by_copies(versions):
-            sound, wrong = _check(crew, store, disks, manifest, holders)
-            if not wrong:
-                return SoundCheckpoint(store, disks, manifest, sound), faults
-            problems += wrong
-        if problems:
-            faults[candidate] = problems[0]
-    return None, faults
-
-
-def _manifests(
-    crew: Crew[SeenCheckpoints], store: Store, disks: Disks
-) -> dict[int, dict[int, Manifest | str]]:
-    """Return the manifest of each checkpoint, or its fault, by step and disk."""
-    found: dict[int, dict[int, Manifest | str]] = {}
-    of_ranks = crew.all(SeenCheckpoints.manifests, store.directory, disks.leaders)
-    for rank, theirs in enumerate(of_ranks):
-        for step, manifest in theirs.items():
-            found.setdefault(step, {})[disks.of(rank)] = manifest
-    return found
-
-
-def _by_copies(versions: Mapping[int, Manifest | str]) -> Iterator[tuple[Manifest, list[int]]]:
-    """Yield the manifests of one step, each with the disks that have it.
-
-    A step may exist in several versions: of a run that was set back, on a disk that was away
-    meanwhile. The version on most disks comes first: it is the one that was completed last.
-    """
-    copies: list[tuple[Manifest, list[int]]] = []
-    for disk, version in versions.items():
-        if isinstance(version, str):
-            continue
-        known = next((holders for manifest, holders in copies if manifest == version), None)
-        if known is None:
-            copies.append((version, [disk]))
-        else:
-            known.append(disk)
-    yield from sorted(copies, key=lambda each: len(each[1]), reverse=True)
-
-
-def _check(
-    crew: Crew[SeenCheckpoints],
-    store: Store,
-    disks: Disks,
-    manifest: Manifest,
-    holders: Sequence[int],
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the disks with a sound copy of each file, and the faults of files that have none."""
-    shares: list[Sequence[FileInfo]] = [()] * crew.size
-    for group in (disks.groups[disk] for disk in holders):
-        for place, rank in enumerate(group):
-            shares[rank] = manifest.files[place :: len(group)]
-    args = [(store.directory, manifest.step, share) for share in shares]
-    sound: dict[str, list[int]] = {file.name: [] for file in manifest.files}
-    faults: dict[str, list[str]] = {name: [] for name in sound}
-    for rank, theirs in enumerate(crew.begin_each(SeenCheckpoints.faults, args).values()):
-        for name, fault in theirs.items():
-            if fault is None:
-                sound[name].append(disks.of(rank))
-            else:
-                faults[name].append(f"{fault} ({crew.transport.name(rank)})")
-    # The damage of a copy says more than its absence from another disk.
-    wrong = [
-        min(faults[name], key=lambda text: " is missing (" in text)
-        for name in sound
-        if not sound[name]
-    ]
-    return {name: tuple(where) for name, where in sound.items()}, wrong
 
 
 @dataclass(frozen=True, slots=True)

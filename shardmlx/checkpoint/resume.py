@@ -1,88 +1,107 @@
-"""Find the place of a run's checkpoints, and the checkpoint to resume, before anything loads."""
+"""Decide where a run saves its checkpoints, and from which it goes on, by what ranks have seen on
+their disks. No MLX, no MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardmlx.checkpoint.reader import SoundCheckpoint, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
-from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
-from shardmlx.checkpoint.store import MARKER, Store, name_of, step_of
-from shardmlx.common.reporter import Reporter
+from shardmlx.checkpoint.storage import Place, choose_storage
+from shardmlx.checkpoint.store import MARKER, Manifest, Store, step_of
 from shardmlx.config.train import CheckpointOptions
-from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.errors import UserError
 
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The disks for the parts of ranks 0 to ``owners`` - 1: ``shared`` (each rank writes its part
-    to the disk that all see), ``rank0`` (rank 0 writes all) or ``neighbour`` (each rank writes its
-    part, and a rank of another disk a copy)."""
-
-    kind: str
-    disks: Disks
-    owners: int
-
-    def homes(self, owner: int) -> tuple[int, ...]:
-        """Return the ranks that write the part of rank ``owner``."""
-        if self.kind == "rank0":
-            return (0,)
-        if self.kind == "shared":
-            return (owner,)
-        groups = self.disks.groups
-        return (owner, groups[(self.disks.of(owner) + 1) % len(groups)][0])
-
-    @property
-    def writers(self) -> frozenset[int]:
-        """Ranks that write some part."""
-        return frozenset(home for owner in range(self.owners) for home in self.homes(owner))
-
-    @property
-    def committers(self) -> tuple[int, ...]:
-        """Ranks that complete a checkpoint, each on its disk."""
-        if self.kind != "neighbour":
-            return (0,)
-        return self.disks.leaders
-
-
-def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str]) -> Storage:
-    """Choose the storage for ranks 0 to ``owners`` - 1, called ``names``; ``wanted`` may be auto.
-    Raises ``UserError`` if one of them cannot write its part."""
-    shared = len(disks.groups) == 1
-    kind = wanted
-    if wanted == "auto":
-        # Without a common disk, rank 0 keeps the only copy, on the machine that users look after.
-        kind = "shared" if shared and not any(disks.problems[:owners]) else "rank0"
-    elif wanted == "neighbour" and shared:
-        kind = "shared"
-    elif wanted == "shared" and not shared:
-        away = names[disks.groups[1][0]]
-        raise UserError(
-            f"checkpoint_storage is shared: {away} does not see the --checkpoint-dir of {names[0]}",
-            "name a directory on a disk that both have, or use auto",
-        )
-    storage = Storage(kind, disks, owners)
-    for rank in sorted(storage.writers.union(storage.committers)):
-        if disks.problems[rank] is not None:
-            remedy = ", or use checkpoint_storage: rank0" if disks.problems[0] is None else ""
-            raise UserError(
-                f"{names[rank]} cannot write to --checkpoint-dir: {disks.problems[rank]}: name "
-                f"another directory{remedy}"
-            )
-    return storage
+Versions = Mapping[int, Mapping[int, Manifest | str]]
+"""The manifest of each complete checkpoint, or its fault, by step and disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a run's checkpoints."""
+class CheckedVersion:
+    """A version of a checkpoint whose files were read: ``sound[file]`` are the disks that have a
+    sound copy of a file, ``faults`` those of files that have none."""
+
+    manifest: Manifest
+    sound: Mapping[str, tuple[int, ...]]
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SoundCheckpoint:
+    """A sound checkpoint. ``disks[file]`` are the disks that have a sound copy of a file."""
 
     store: Store
-    storage: Storage
+    seen_by: Disks
+    manifest: Manifest
+    disks: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenDirectory:
+    """A directory of checkpoints as the ranks see it, whose newest were ``checked`` until one was
+    sound."""
+
+    store: Store
+    disks: Disks
+    versions: Versions
+    checked: tuple[CheckedVersion, ...] = ()
+
+    def candidates(self, step: int | None) -> Iterator[int]:
+        """Yield the steps to go on from, the best first: of all, or the ``step`` that a user
+        names."""
+        yield from sorted(self.versions, reverse=True) if step is None else [step]
+
+    def choose(self, step: int | None) -> tuple[SoundCheckpoint | None, dict[int, str]]:
+        """Return the newest sound checkpoint, or that of ``step``, and the faults, by step, of
+        those that were passed over."""
+        faults: dict[int, str] = {}
+        for candidate in self.candidates(step):
+            versions = self.versions.get(candidate, {})
+            problems = [each for each in versions.values() if isinstance(each, str)]
+            for each in self.checked:
+                if each.manifest.step != candidate:
+                    continue
+                if not each.faults:
+                    found = SoundCheckpoint(self.store, self.disks, each.manifest, each.sound)
+                    return found, faults
+                problems += each.faults
+            if problems:
+                faults[candidate] = problems[0]
+        return None, faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """The checkpoints that the ranks of these ``names`` see: in the run's ``own`` directory, and in
+    the one among whose checkpoints it looks for that to go on from, its ``source``."""
+
+    names: tuple[str, ...]
+    own: SeenDirectory | None = None
+    source: SeenDirectory | None = None
+
+    @property
+    def own_is_source(self) -> bool:
+        """True if the run goes on from a checkpoint of its own directory, if it goes on."""
+        if self.own is None or self.source is None:
+            return False
+        return self.own.store == self.source.store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """The options by which a run begins, or goes on, its last step, and what it is known by."""
+
+    options: CheckpointOptions
+    iters: int
+    identity: Mapping[str, Any] | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that the user names, if one is named."""
+        named = self.options.named
+        return None if named is None else step_of(named.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,98 +110,52 @@ class Resumption:
 
     place: Place | None = None
     found: SoundCheckpoint | None = None
+    damaged: tuple[int, ...] = ()
+    """Steps of checkpoints that were passed over."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def superseded_after(self) -> int | None:
+        """The step after which checkpoints of the run's directory are of another course than the
+        run takes now; None where it goes on from no checkpoint of that directory."""
+        if self.place is None or self.found is None or self.place.store != self.found.store:
+            return None
+        return self.found.manifest.step
 
 
-def prepare_resumption(
-    crew: Crew[SeenCheckpoints],
-    options: CheckpointOptions,
-    iters: int,
-    reporter: Reporter,
-    identity: Mapping[str, Any] | None,
-    owners: int,
-) -> Resumption:
-    """Find where the run saves its checkpoints, and the one that it goes on from: never a damaged
-    one, or one of another ``identity``; auto skips damaged ones, with a warning. On rank 0. Raises
-    ``UserError``."""
-    resume = options.named
-    if resume is not None and step_of(resume.name) is None:
-        raise UserError(
-            f"--resume {resume}",
-            f"give auto, never, or the directory of a checkpoint, like {name_of(100)}",
-        )
-    place = None if options.checkpoint_dir is None else _open(crew, options, owners)
-    source = _source(crew, options, place)
-    if source is None:
+def resume_point(start: RunStart, seen: CheckpointFacts, owners: int) -> Resumption:
+    """Choose where the run saves its checkpoints, of ranks 0 to ``owners`` - 1, and the one that it
+    goes on from: never a damaged one, or one of another run. Raises ``UserError``."""
+    options = start.options
+    place = None
+    if seen.own is not None:
+        storage = choose_storage(options.checkpoint_storage, seen.own.disks, owners, seen.names)
+        place = Place(seen.own.store, storage)
+        if not seen.own_is_source:
+            _refuse_mixture(options, seen.own)
+    if seen.source is None:
         return Resumption(place)
-    store, disks = source
-    step = None if resume is None else step_of(resume.name)
-    found, faults = find_checkpoint(crew, store, disks, step)
+    found, faults = seen.source.choose(start.step)
     if found is None:
         _check_nothing_is_lost(options, faults)
         return Resumption(place)
-    _check_is_of_run(iters, found, identity, reporter)
-    for text in faults.values():
-        reporter.warn(f"damaged checkpoint passed over: {text}")
-    if place is not None and store == place.store:
-        step = found.manifest.step
-        leaders = place.storage.disks.leaders
-        crew.all(SeenCheckpoints.set_aside, store.directory, step, leaders, [*faults])
-    return Resumption(place, found)
+    notes = _check_is_of_run(start, found)
+    passed = (f"damaged checkpoint passed over: {text}" for text in faults.values())
+    return Resumption(place, found, tuple(faults), (*notes, *passed))
 
 
-def _open(crew: Crew[SeenCheckpoints], options: CheckpointOptions, owners: int) -> Place:
-    """Choose where a run saves its checkpoints, and keep other runs out."""
-    directory = Path(str(options.checkpoint_dir))
-    disks = crew.all(SeenCheckpoints.see_disks, directory, make=True)[0]
-    names = [crew.transport.name(rank) for rank in range(crew.size)]
-    storage = choose_storage(options.checkpoint_storage, disks, owners, names)
-    used = [rank for writer in storage.writers for rank in disks.groups[disks.of(writer)]]
-    crew.all(SeenCheckpoints.remove_if_empty, directory, used)
-    crew.all(SeenCheckpoints.lock, directory, storage.committers)
-    return Place(Store(directory), storage)
-
-
-def _source(
-    crew: Crew[SeenCheckpoints], options: CheckpointOptions, place: Place | None
-) -> tuple[Store, Disks] | None:
-    """Return the checkpoints among which the run looks for the one to go on from, and the disks
-    that have them; None for a run that begins anew."""
-    resume = options.named
-    if place is not None:
-        is_own = resume is None or _are_one(resume.parent, place.store.directory)
-        if is_own and options.resume != "never":
-            return place.store, place.storage.disks
-        _refuse_mixture(crew, options, place)
-    if resume is None:
-        return None
-    disks = crew.all(SeenCheckpoints.see_disks, resume.parent, make=False)[0]
-    return Store(resume.parent), disks
-
-
-def _are_one(directory: Path, other: Path) -> bool:
-    try:
-        return directory.samefile(other)
-    except OSError:
-        return False
-
-
-def _check_is_of_run(
-    iters: int,
-    found: SoundCheckpoint,
-    identity: Mapping[str, Any] | None,
-    reporter: Reporter,
-) -> None:
-    """Raise ``UserError`` for a checkpoint of another run; warn of what differs otherwise."""
+def _check_is_of_run(start: RunStart, found: SoundCheckpoint) -> list[str]:
+    """Raise ``UserError`` for a checkpoint of another run; return what differs otherwise."""
     manifest = found.manifest
     where = found.store.path(manifest.step)
-    notes = [] if identity is None else check_identity(identity, manifest.identity, where)
-    if manifest.step > iters:
+    ours = start.identity
+    notes = [] if ours is None else check_identity(ours, manifest.identity, where)
+    if manifest.step > start.iters:
         raise UserError(
-            f"{where} is of step {manifest.step}, beyond --iters {iters}",
+            f"{where} is of step {manifest.step}, beyond --iters {start.iters}",
             "raise that, or name another --checkpoint-dir",
         )
-    for text in notes:
-        reporter.warn(f"{where}: {text}")
+    return [f"{where}: {text}" for text in notes]
 
 
 def _check_nothing_is_lost(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
@@ -199,14 +172,11 @@ def _check_nothing_is_lost(options: CheckpointOptions, faults: Mapping[int, str]
         )
 
 
-def _refuse_mixture(crew: Crew[SeenCheckpoints], options: CheckpointOptions, place: Place) -> None:
+def _refuse_mixture(options: CheckpointOptions, own: SeenDirectory) -> None:
     """Refuse checkpoints of two runs in one directory: auto could not tell which is the newest."""
-    leaders = place.storage.disks.leaders
-    of_ranks = crew.all(SeenCheckpoints.steps, place.store.directory, leaders)
-    newest = max((step for steps in of_ranks for step in steps), default=None)
-    if newest is not None:
+    if own.versions:
         raise UserError(
             f"--resume {options.resume}: --checkpoint-dir {options.checkpoint_dir} holds "
-            f"checkpoints of another run, up to step {newest}",
+            f"checkpoints of another run, up to step {max(own.versions)}",
             "go on from them with --resume auto, or name another directory",
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
-from shardmlx.common.durable_files import FileLock
+from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.distributed.crew import takes_long, together
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
@@ -22,7 +23,9 @@ class SeenCheckpoints:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._locks: list[FileLock] = []
+        self._locks: list[DirectoryLock] = []
+        self._made: list[Path] = []
+        """Directories that were not there before, the innermost first."""
 
     def store(self, directory: Path) -> Store:
         """Return a directory of checkpoints as this rank sees it."""
@@ -32,7 +35,10 @@ class SeenCheckpoints:
     def see_disks(self, directory: Path, *, make: bool) -> Disks:
         """Find out, with the other ranks, which of them see the same directory; ``make`` it if it
         is missing."""
-        return find_disks(self._transport, self.store(directory).directory, make)
+        path = self.store(directory).directory
+        if make:
+            self._made += [each for each in (path, *path.parents) if not os.path.exists(each)]
+        return find_disks(self._transport, path, make)
 
     @takes_long
     def steps(self, directory: Path, leaders: Collection[int]) -> list[int]:
@@ -85,6 +91,10 @@ class SeenCheckpoints:
                     store.set_aside(step, "damaged" if step in damaged else "superseded")
 
     def release(self) -> None:
-        """Let other runs have the directories. May be called again."""
+        """Let other runs have the directories, and remove those that were made and are empty: of a
+        run that was refused. May be called again."""
         for lock in self._locks:
             lock.release()
+        for directory in self._made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import LOCK, PARTIAL, FileLock, flush_directory, write_durably
+from shardmlx.common.durable_files import PARTIAL, DirectoryLock, flush_directory, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError, refusing
 
@@ -126,12 +126,12 @@ class Store:
         found = {step_of(path.name) for path in self.directory.iterdir()}
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
-    def lock(self) -> FileLock:
+    def lock(self) -> DirectoryLock:
         """Keep other runs out until the lock is released. Raises ``UserError`` if one writes."""
         self.directory.mkdir(parents=True, exist_ok=True)
         problem = f"--checkpoint-dir {self.directory}: another run writes there"
         refusal = UserError(problem, "wait for its end, or name another directory")
-        return FileLock(self.directory / LOCK, refusal)
+        return DirectoryLock(self.directory, refusal)
 
     def begin(self, step: int) -> Path:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""

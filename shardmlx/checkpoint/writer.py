@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
-from shardmlx.checkpoint.resume import Storage
+from shardmlx.checkpoint.storage import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream

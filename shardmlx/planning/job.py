@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
+from shardmlx.checkpoint.resume import Resumption
 from shardmlx.config.specs import RunSpec
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.mesh import Mesh
@@ -25,9 +25,6 @@ from shardmlx.planning.memory.generation import (
 from shardmlx.planning.memory.limits import MemoryLimits, PlannedMemory, unwired
 from shardmlx.planning.time.predict import Prediction, planned_memory, predict
 
-if TYPE_CHECKING:
-    from shardmlx.checkpoint.resume import Resumption
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPart:
@@ -41,9 +38,8 @@ class TrainingPart:
     parts: tuple[Workload, ...]
     plan: Plan
     lengths: SequenceLengths
-    resumption: Resumption | None = None
-    """The place of the run's checkpoints, and the one to go on from; None until they are looked
-    for."""
+    resumption: Resumption = field(default_factory=Resumption)
+    """The place of the run's checkpoints, and the one to go on from."""
 
     @property
     def mean_length(self) -> int:
@@ -153,13 +149,16 @@ class Job:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of ranks whose memory macOS would not keep."""
-        return unwired(
+        """Warnings of ranks whose memory macOS would not keep, and of checkpoints."""
+        of_memory = unwired(
             [each.budget for each in self.limits], [each.planned for each in self.limits]
         )
+        of_checkpoints = () if self.training is None else self.training.resumption.warnings
+        return (*of_memory, *of_checkpoints)
 
     def resuming(self, resumption: Resumption) -> Job:
-        """Return the same job, which goes on from a checkpoint if one was found."""
+        """Return the same job, which saves its checkpoints there, and goes on from the one that was
+        found."""
         return replace(self, training=replace(self.trained, resumption=resumption))
 
     def predict(self, length: int) -> Prediction:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardmlx.checkpoint.resume import CheckpointFacts, RunStart, resume_point
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
@@ -40,6 +41,8 @@ class JobOptions:
 
     training: RunSpec | None = None
     generation: InferenceConfig | None = None
+    start: RunStart | None = None
+    """How the training begins, or goes on, if it is looked for checkpoints."""
 
 
 def think(options: JobOptions, facts: Facts, advance: Advance = lambda done, total: None) -> Job:
@@ -51,10 +54,22 @@ def think(options: JobOptions, facts: Facts, advance: Advance = lambda done, tot
     """
     run = options.training
     if run is not None:
-        return _plan_training(run, options.generation, facts, advance)
+        job = _plan_training(run, options.generation, facts, advance)
+        if options.start is None or facts.checkpoints is None:
+            return job
+        return begin(job, options.start, facts.checkpoints)
     if options.generation is None:
         raise ValueError("a job trains or generates")
     return plan_generation(options.generation, facts)
+
+
+def begin(job: Job, start: RunStart, seen: CheckpointFacts) -> Job:
+    """Return the job of a run that begins so, or goes on from one of the checkpoints that ranks
+    see. Raises ``UserError``."""
+    tune = job.trained.way.fine_tune
+    divides = tune.divides_optimizer or tune.keeps_errors
+    owners = job.mesh.size // (1 if divides else job.mesh.dp)
+    return job.resuming(resume_point(start, seen, owners))
 
 
 def check_layout(run: RunSpec, facts: Facts) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardmlx.checkpoint.export import indexed_files
 from shardmlx.common.formatting import plural
@@ -29,6 +30,7 @@ from shardmlx.planning.job import Job
 from shardmlx.planning.think import JobOptions, check_layout, think
 from shardmlx.runreport.services import check_services
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
+from shardmlx.training.run_start import find_start
 from shardmlx.training.worker import TrainWorker
 
 
@@ -49,6 +51,8 @@ class PlannedRun:
     """The run as the user wants it; ``epochs`` are steps now."""
     job: Job
     data: DataSets
+    identity: Mapping[str, Any] | None = None
+    """What tells the run from others, if it has checkpoints."""
 
     def seconds(self) -> float | None:
         """Return the predicted seconds of a step with rows of mean length; None where speeds are
@@ -90,11 +94,15 @@ def plan_run(
         config = asked.with_iters(asked.steps_of(data.sizes()["train"]))
         run = replace(run, fine_tune=config.tune)
         reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
+    check_valid(config, data.sizes())
+    start = None
+    if config.sweep is None and config.tune.train and not config.dry_run:
+        start, seen = find_start(config, data, crew)
+        facts = replace(facts, checkpoints=seen)
     facts = measure_again(crew, facts.with_lengths(lengths_of(config, data)), run.machines)
-    job = think(JobOptions(training=run), facts)
+    job = think(JobOptions(training=run, start=start), facts)
     for warning in job.warnings:
         reporter.warn(warning)
-    check_valid(config, data.sizes())
     reporter.say(_headline(job.trained.way, job.trained.plan))
     if config.tune.train:
         if job.trained.way != run.with_shares(run.layout.across):
@@ -103,7 +111,7 @@ def plan_run(
             f"Trainable parameters: {100 * trained / total:.3f}% "
             f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
-    return PlannedRun(config, job, data)
+    return PlannedRun(config, job, data, None if start is None else start.identity)
 
 
 def _copies(config: TrainConfig, reporter: Reporter) -> int:

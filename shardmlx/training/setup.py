@@ -60,7 +60,7 @@ class TrainingRun:
     @property
     def resumption(self) -> Resumption:
         """The place of the run's checkpoints, and the one that it goes on from."""
-        return self.training.resumption or Resumption()
+        return self.training.resumption
 
     @property
     def training(self) -> TrainingPart:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.reader import CheckpointReader, Lacking, SoundCheckpoint, TensorRequest
+from shardmlx.checkpoint.reader import CheckpointReader, Lacking, TensorRequest
+from shardmlx.checkpoint.resume import SoundCheckpoint
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
 from shardmlx.engine.optimizer import Updater

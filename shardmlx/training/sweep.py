@@ -14,6 +14,7 @@ from shardmlx.distributed.crew import Crew
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.planning.job import Job
+from shardmlx.planning.think import begin
 from shardmlx.training.datasets import DataSets
 from shardmlx.training.datasets import in_one as rows_in_one
 from shardmlx.training.load_run import load_run
@@ -25,6 +26,7 @@ from shardmlx.training.plan_run import (
     plan_run,
     read_sets,
 )
+from shardmlx.training.run_start import find_start
 from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.worker import TrainWorker
 
@@ -92,7 +94,18 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
     for name, each in sweep.runs.items():
         warn_of(each.config, each.job.mesh.dp, reporter.of_run(name, None))
         crew.all(TrainWorker.build, each.job.trained.way.fine_tune, each.config.seed)
-        load_run(crew, each, reporter, name)
+        load_run(crew, _begun(each, crew, reporter), reporter, name)
+
+
+def _begun(planned: PlannedRun, crew: Crew[TrainWorker], reporter: Reporter) -> PlannedRun:
+    """Return a planned run that goes on from its own checkpoints. Raises ``UserError``."""
+    if not planned.config.tune.train:
+        return planned
+    start, seen = find_start(planned.config, planned.data, crew)
+    job = begin(planned.job, start, seen)
+    for text in job.trained.resumption.warnings:
+        reporter.warn(text)
+    return replace(planned, job=job, identity=start.identity)
 
 
 def _of_run(config: TrainConfig, whole: Job, data: DataSets) -> PlannedRun:

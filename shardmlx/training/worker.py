@@ -134,8 +134,7 @@ class TrainWorker(ModelWorker):
         """Make the run's directories, and keep other runs out of them. On rank 0 alone. Raises
         ``UserError``."""
         loading = self._last()
-        resumption = loading.job.trained.resumption
-        place = None if resumption is None else resumption.place
+        place = loading.job.trained.resumption.place
         another = "name another directory"
         config = loading.config
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):

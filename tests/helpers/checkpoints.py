@@ -13,18 +13,15 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.reader import (
-    CheckpointReader,
-    Lacking,
-    SoundCheckpoint,
-    TensorRequest,
-    find_checkpoint,
-)
-from shardmlx.checkpoint.resume import Storage, choose_storage
+from shardmlx.checkpoint.reader import CheckpointReader, Lacking, TensorRequest
+from shardmlx.checkpoint.resume import Resumption, RunStart, SoundCheckpoint, resume_point
+from shardmlx.checkpoint.search import see_checkpoints, take_place
 from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
-from shardmlx.checkpoint.store import FileInfo, Manifest, Store
+from shardmlx.checkpoint.storage import Storage, choose_storage
+from shardmlx.checkpoint.store import FileInfo, Manifest, Store, name_of
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably
+from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.shared_disks import find_disks
@@ -142,7 +139,7 @@ def complete(directories: Sequence[Path]) -> dict[str, list[int]]:
 
 
 def left_over(directories: Sequence[Path]) -> set[str]:
-    return {p.name for d in set(directories) for p in d.iterdir() if p.name.startswith("partial")}
+    return {path.name for each in set(directories) for path in each.glob("partial*")}
 
 
 def on_ranks(directories: Sequence[Path], work: Callable[[LocalTransport, Store], Any]) -> Any:
@@ -227,14 +224,27 @@ Search = tuple[SoundCheckpoint | None, dict[int, str]]
 
 
 def found_by(crew: Crew[SeenCheckpoints], directory: Path, step: int | None = None) -> Search:
-    """Return what rank 0 finds in its directory."""
-    disks = crew.all(SeenCheckpoints.see_disks, directory, make=True)[0]
-    return find_checkpoint(crew, Store(directory), disks, step)
+    """Return what rank 0 finds in its directory, or of a ``step`` there."""
+    if step is None:
+        options = CheckpointOptions(checkpoint_dir=str(directory))
+    else:
+        options = CheckpointOptions(resume=str(directory / name_of(step)))
+    seen = see_checkpoints(crew, options).source
+    assert seen is not None, "there is a directory to look at"
+    return seen.choose(step)
 
 
 def search(directories: Sequence[Path], step: int | None = None) -> Search:
     """Return what ranks find that see these directories."""
     return led(directories, lambda crew: found_by(crew, directories[0], step))
+
+
+def begun(crew: Crew[SeenCheckpoints], start: RunStart, owners: int) -> Resumption:
+    """Return where a run begins whose parts so many ranks have, as ``train`` does it. Raises
+    ``UserError``."""
+    resumption = resume_point(start, see_checkpoints(crew, start.options), owners)
+    take_place(crew, resumption)
+    return resumption
 
 
 class Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardmlx.checkpoint.resume import CheckpointFacts
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
@@ -90,6 +91,8 @@ class Facts:
     digest: str = ""
     training: TrainingFacts | None = None
     generation: GenerationFacts | None = None
+    checkpoints: CheckpointFacts | None = None
+    """What ranks see of a run's checkpoints; None where it is not looked for them."""
 
     def with_lengths(self, lengths: SequenceLengths) -> Facts:
         """Return the same facts with rows of other lengths to train."""

@@ -16,15 +16,15 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.checkpoint.export import SaveError
-from shardmlx.checkpoint.resume import Resumption, Storage, prepare_resumption
+from shardmlx.checkpoint.resume import Resumption, RunStart
+from shardmlx.checkpoint.storage import Storage
 from shardmlx.checkpoint.store import Manifest, Store, name_of
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.crew import Crew, lead, together
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from tests.helpers.checkpoints import OwnDisk, content, load
+from tests.helpers.checkpoints import OwnDisk, begun, content, load
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.worlds.disk import Crash, FailingDisk, Faults
 from tests.helpers.worlds.rooms import Room
@@ -155,7 +155,7 @@ class Run:
             keep_checkpoints=self.keep,
             resume=resume,
         )
-        began = prepare_resumption(crew, options, 10**6, Reporter(quiet=True), None, len(self.seen))
+        began = begun(crew, RunStart(options=options, iters=10**6), len(self.seen))
         step = self._check_start(began, resume)
         assert began.place is not None
         self._try_another_run()

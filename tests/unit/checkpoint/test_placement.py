@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardmlx.checkpoint.resume import Storage, choose_storage
+from shardmlx.checkpoint.storage import Storage, choose_storage
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.errors import UserError
 

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmlx.checkpoint.resume import Resumption, prepare_resumption
+from shardmlx.checkpoint.resume import RunStart
 from shardmlx.checkpoint.run_identity import SetFacts, identity_of
-from shardmlx.checkpoint.seen_checkpoints import SeenCheckpoints
 from shardmlx.checkpoint.store import MARKER, Store
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.crew import Crew
 from testbed.tiny_models import save_model_directory, tiny_config
-from tests.helpers.checkpoints import flip, hosts, led, save
-
-
-@dataclass
-class _Told(Reporter):
-    """A reporter that only keeps its warnings."""
-
-    texts: list[str] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        self.texts.append(text)
+from tests.helpers.checkpoints import begun, flip, hosts, led, save
 
 
 def resume(
@@ -48,14 +34,10 @@ def resume(
         data="d",
         **{"checkpoint_dir": str(saved[0]), "resume": named, "iters": 1000, **options},
     )
-    told = _Told()
-
-    def work(crew: Crew[SeenCheckpoints]) -> Resumption:
-        options = config.checkpoints
-        return prepare_resumption(crew, options, config.iters, told, identity, owners=2)
-
-    found = led(directories, work, saved).found
-    return 0 if found is None else found.manifest.step, told.texts
+    start = RunStart(options=config.checkpoints, iters=config.iters, identity=identity)
+    resumption = led(directories, lambda crew: begun(crew, start, 2), saved)
+    found = resumption.found
+    return 0 if found is None else found.manifest.step, [*resumption.warnings]
 
 
 def refusal(*args: Any, **options: Any) -> str:

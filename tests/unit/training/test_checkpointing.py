@@ -127,3 +127,19 @@ def test_a_run_that_is_refused_lets_go_of_its_checkpoints(
     with pytest.raises(AgreedError, match="beyond --iters 1"):
         Run(tmp_path, 1, small_tied, pirate, iters=1)
     assert Run(tmp_path, 1, small_tied, pirate, iters=4).store.steps()[-1] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"memory_limit": "1MiB"}, "--memory-limit"),
+        ({"resume": "weights"}, "--resume weights"),
+        ({"resume": "step-0000002"}, "there is no complete checkpoint"),
+    ],
+)
+def test_a_run_that_is_refused_leaves_no_directory(
+    options: dict[str, Any], refusal: str, small_tied: Path, pirate: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AgreedError, match=refusal):
+        Run(tmp_path / "runs" / "first", 2, small_tied, pirate, **options)
+    assert [*tmp_path.iterdir()] == []
