@@ -10,9 +10,10 @@ With a lossy encoding the hub publishes encoded changes. Islands then have the *
 the sum of these changes, for their base: what an encoding loses is in the next change.
 
 Two rules let each piece of training count once. The hub gives each island that joins without a
-checkpoint a new *life*: a report replaces the one of the same life and base, which it contains, and
-adds to others. A report from the base of a counted one is refused (409, with the newest
-``version``): the island must take that version first.
+checkpoint a new *life*: a report replaces the one of the same life and base, if it has no fewer
+rows and so contains it, and adds to others. A report that is not after the last counted one, or is
+before one that waits, is refused (409, with the newest ``version``): the island must take that
+version first.
 """
 
 from __future__ import annotations

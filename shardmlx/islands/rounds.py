@@ -147,10 +147,15 @@ class Rounds:
             raise Refusal(409, f"fragment {number} has no weights yet", "wait", retry=True)
         if report.base > fragment.version:
             raise Refusal(409, f"version {report.base} is none of this hub's", "join anew")
+        waiting = {each.place for each in fragment.pending if each.island == report.island}
+        problem = ""
         if report.place <= fragment.facts.last(report.island).place:
             problem = f"a report from version {report.base} is counted already"
+        elif any(place > report.place for place in waiting):
+            # An island that goes on from an old checkpoint has what that one has, too.
+            problem = f"a report from a version after {report.base} waits already"
+        if problem:
             raise Refusal(409, problem, "take the newest first", version=fragment.version)
-        waiting = {each.place for each in fragment.pending if each.island == report.island}
         if len(waiting - {report.place}) >= MOST_PENDING:
             problem = f"{MOST_PENDING} reports of {report.island} wait"
             raise Refusal(409, problem, "wait", retry=True)
@@ -174,6 +179,8 @@ class Rounds:
             raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
             self.check(report, number)  # another may have come meanwhile
+            if any(each.contains(report) for each in fragment.pending):
+                return  # it was sent before that one, and is late
             self.islands[report.island].late += report.base < (fragment.version or 0)
             fragment.add(body, replace(report, norm=norm))
         self._news.set()

@@ -74,6 +74,11 @@ class Report:
         """Place among an island's reports: each replaces one of the same place."""
         return self.life, self.base
 
+    def contains(self, other: Report) -> bool:
+        """Return whether another report has a part of the work of this one, and no more."""
+        is_of_same = (self.island, self.place) == (other.island, other.place)
+        return is_of_same and self.rows > other.rows
+
     @property
     def file(self) -> str:
         """The name of the file with its body."""

@@ -174,10 +174,15 @@ class FailingDisk:
             result = real(path, *rest, **options)
             if change.before is not None and change.after is not None:
                 self._move(change.before, change.after)
-            self._changes.append(change)
+            self._remember(change)
             return result
 
         return call
+
+    def _remember(self, change: _Change) -> None:
+        """Keep a change of names, which a cut of the power would take back."""
+        if self._faults.cuts_power:
+            self._changes.append(change)
 
     def _change(self, name: str, place: str, rest: tuple[Any, ...]) -> _Change:
         """Return a change of names that is about to be made."""
@@ -239,7 +244,7 @@ class FailingDisk:
     def _create(self, place: str) -> None:
         self._come("open", place)
         if not os.path.exists(place):
-            self._changes.append(_Change(None, place, False))
+            self._remember(_Change(None, place, False))
         self._dirty.pop(place, None)
         self._dirty[place] = None
 

@@ -147,6 +147,29 @@ def test_a_report_counts_once_and_one_of_a_later_life_too_but_none_of_an_earlier
     assert refused(hub, "ann", 1, base=1).status == 409
 
 
+def test_an_island_that_goes_on_from_an_old_checkpoint_counts_nothing_twice(made: Make) -> None:
+    """The round closed without its first report, and the second has what was trained after it."""
+    hub = made(deadline=5)
+    hub.report("ben", 4)
+    hub.time = 6
+    assert hub.close() == (0, 0)
+    hub.time = 12
+    assert hub.close() == (1, -4)
+    hub.report("ann", 1)
+    hub.report("ann", 2, base=1)
+    refusal = refused(hub, "ann", 3)
+    assert (refusal.status, refusal.more) == (409, {"version": 1})
+    hub.report("ben", 0, base=1)
+    assert hub.close() == (2, -5.5)
+
+
+def test_a_report_that_comes_late_replaces_none_of_its_base_that_has_more_rows(made: Make) -> None:
+    hub = made(joins="ann")
+    hub.report("ann", 3, rows=6)
+    hub.report("ann", 1, rows=2)
+    assert hub.close() == (1, -3)
+
+
 def test_a_version_of_another_hub_is_refused(made: Make) -> None:
     assert refused(made(), "ann", 1, base=3).status == 409
 
