@@ -16,20 +16,15 @@ from unittest import SkipTest
 from scripts.bench import (
     between_hosts,
     curves,
-    drafts,
-    export,
     finetune,
     generation,
     growth,
-    islands,
     messages,
     own_loop,
     prediction,
     quoting,
     stages,
     startup,
-    tensor_shares,
-    which_parallelism,
 )
 from scripts.bench.benchmark import Bench, Benchmark, add_common_options, machine, write_report
 from testbed.jobs import ROOT
@@ -41,23 +36,17 @@ TABLE: tuple[Benchmark, ...] = (
     finetune.LONG_TEXTS,
     startup.STARTUP,
     generation.GENERATION,
-    drafts.DRAFTS,
     quoting.QUOTING_TASKS,
     messages.MESSAGES,
     between_hosts.SUMS,
     between_hosts.LINKS,
     between_hosts.UNEQUAL,
-    tensor_shares.TENSOR_SHARES,
-    islands.ISLANDS,
-    islands.ISLAND_LINKS,
     prediction.PREDICTION,
     prediction.OF_PEAKS,
     curves.CURVES,
     curves.SAME_CURVE,
-    export.EXPORT,
     own_loop.OWN_LOOP,
     growth.GROWTH,
-    which_parallelism.WHICH_PARALLELISM,
 )
 """All benchmarks."""
 

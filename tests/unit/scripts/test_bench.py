@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
-import socket
 import subprocess
 import sys
-import threading
-import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -18,11 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.bench import startup, which_parallelism
+from scripts.bench import startup
 from scripts.bench.__main__ import TABLE, main, parser_of_all
 from scripts.bench.benchmark import Benchmark, Spread
 from scripts.bench.turns import by_turns
-from testbed import delays
 from tests.helpers.sources import ROOT, nodes
 
 BENCH = ROOT / "scripts/bench"
@@ -77,7 +73,6 @@ def test_every_program_that_is_started_is_there() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["which-parallelism"], r"two stages +1\.87 +7\.0%"),
         (["growth", "--only", "packing", "lookup"], r"packing 1,024 rows in 256, ms .*<= 15: yes"),
     ],
 )
@@ -162,28 +157,3 @@ def test_ratios_are_of_rounds() -> None:
 def test_what_is_timed_of_a_start_is_there() -> None:
     for path in startup.PARTS:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
-
-
-def test_the_page_of_techniques_has_the_figures_of_the_formulas() -> None:
-    formulas = which_parallelism
-    page = (ROOT / "docs/which-parallelism.md").read_text(encoding="utf-8").splitlines()
-    wanted = {**formulas.costs(), **{name: [cells] for name, cells in formulas.speedups().items()}}
-    for name, figures in wanted.items():
-        rows = [line for line in page if re.match(rf"\|[\s*\[]*{name}", line)]
-        assert [each for each in figures if not any(each in row for row in rows)] == [], name
-
-
-def test_a_relay_delays_bytes_both_ways() -> None:
-    (near, left), (right, far) = socket.socketpair(), socket.socketpair()
-    ends, delay = (left, right), 0.05
-    with near, far, left, right:
-        thread = threading.Thread(target=delays.relay, args=(ends, delay))
-        thread.start()
-        for sender, receiver in ((near, far), (far, near)):
-            start = time.perf_counter()
-            sender.sendall(b"a sum")
-            assert receiver.recv(16) == b"a sum"
-            assert time.perf_counter() - start >= delay - delays.OWN
-        near.shutdown(socket.SHUT_WR)
-        thread.join(10)
-        assert not thread.is_alive()
