@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from shardmlx.models.runtime.activations import Arrays, exponential, with_gradient
-from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.traced_positions import Places, TracedPositions
 from shardmlx.models.sizes.layer_shape import fuses_attention
 
 
@@ -43,12 +43,19 @@ class ChunkedMask:
 
     chunk: int
     window: int | None = None
-    places: PackedPositions | None = None
+    places: Places | None = None
     fuses: bool = False
     taken: tuple[mx.array, mx.array] | None = None
 
     def pieces(self, length: int) -> Iterator[QueryChunk]:
         """Yield the pieces of a row of ``length`` in order."""
+        if isinstance(self.places, TracedPositions):
+            # Sequences may begin anywhere: a piece sees as many keys as the longest has.
+            for s in range(0, length, self.chunk):
+                start = max(0, s - self.places.longest + 1)
+                e = min(length, s + self.chunk)
+                yield QueryChunk(start, s, e, self.window, self.places)
+            return
         starts = [0]
         if self.places is not None:
             starts += (np.flatnonzero(np.diff(self.places.rows)) + 1).tolist()
@@ -58,12 +65,14 @@ class ChunkedMask:
 
 
 class QueryChunk(NamedTuple):
-    """Queries ``s`` to ``e`` of the sequence that begins at ``start``."""
+    """Queries ``s`` to ``e`` of the sequence that begins at ``start``, or of several: none of them
+    sees a key before ``start``, and ``places`` say the others."""
 
     start: int
     s: int
     e: int
     window: int | None = None
+    places: TracedPositions | None = None
 
     def segments(self) -> list[tuple[int, int, mx.array | None]]:
         """Return keys from, to, and which of them each query sees, (queries, keys), if not all."""
@@ -75,6 +84,8 @@ class QueryChunk(NamedTuple):
         return [(a, b, self._seen(a, b)) for a, b in pairwise(ordered)]
 
     def _seen(self, a: int, b: int) -> mx.array | None:
+        if self.places is not None:
+            return self.places.seen(slice(self.s, self.e), slice(a, b), self.window)
         first = 0 if self.window is None else self.e - self.window  # that all queries see
         if b <= self.s and first <= a:
             return None

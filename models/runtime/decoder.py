@@ -36,6 +36,7 @@ from shardmlx.models.runtime.parts import Parts
 from shardmlx.models.runtime.recurrence import use_pieces
 from shardmlx.models.runtime.ropes import ropes_of, rotating
 from shardmlx.models.runtime.stand_ins import InPlaceOf, at, with_layers
+from shardmlx.models.runtime.traced_positions import Places
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 
@@ -54,7 +55,7 @@ class _Run(NamedTuple):
     visit: Visit | None
     outputs: list[mx.array]
     kept: Kept
-    places: PackedPositions | None = None
+    places: Places | None = None
     chunk: int | None = None
     given: list[tuple[Any, Any]] | None = None
     """The arguments of each layer, of a run that only asks for these."""
@@ -150,7 +151,7 @@ class Decoder:
         x: mx.array,
         visit: Visit = lambda i, call, x: call(x),
         *,
-        places: PackedPositions | None = None,
+        places: Places | None = None,
         chunk: int | None = None,
         caches: Sequence[Any] | None = None,
     ) -> mx.array:
@@ -167,11 +168,8 @@ class Decoder:
             with suppress(_AllGiven):
                 self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
             run = run._replace(x=self._carrier.begin(given))
-        with (
-            rotating(self._ropes, mx.array(places.positions))
-            if places is not None and places.shares_prefixes
-            else nullcontext()
-        ):
+        shared = _with_shared_prefixes(places)
+        with nullcontext() if shared is None else rotating(self._ropes, mx.array(shared.positions)):
             self._call(self._from_states, run, every)
         if caches is not None and self._counts:
             count = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.int8)
@@ -243,8 +241,9 @@ class Decoder:
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
         places, chunk = (None, None) if self._now is None else (self._now.places, self._now.chunk)
-        if cache is None and places is not None and places.shares_prefixes:
-            whole, *taken = places.whole()
+        shared = _with_shared_prefixes(places)
+        if cache is None and shared is not None:
+            whole, *taken = shared.whole()
             sources, own = map(mx.array, taken)
             return ChunkedMask(chunk or len(sources), window_size, whole, taken=(sources, own))
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
@@ -278,6 +277,13 @@ class Decoder:
         for i, cache in zip(self.caches, caches, strict=False):
             every[i] = cache
         return every
+
+
+def _with_shared_prefixes(places: Places | None) -> PackedPositions | None:
+    """Return the places if a sequence has its beginning in another."""
+    if isinstance(places, PackedPositions) and places.shares_prefixes:
+        return places
+    return None
 
 
 def _mask_of_limited(cache: RotatingKVCache, count: int) -> mx.array:

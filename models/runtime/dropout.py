@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from shardmlx.compat import keep_probability
-from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.traced_positions import Places
 
 
 class KeyedDropout(nn.Module):
@@ -29,7 +29,7 @@ class KeyedDropout(nn.Module):
         self._keep = keep
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
-    def set_starts(self, starts: mx.array, places: PackedPositions | None = None) -> None:
+    def set_starts(self, starts: mx.array, places: Places | None = None) -> None:
         """Draw the next mask from ``starts``, uint32 (2,): one with a row's number added, and one
         with a position's. It may be an input of a graph that is compiled."""
         self._starts = starts
@@ -60,7 +60,7 @@ class KeyedDropout(nn.Module):
         if self._places is None:
             numbers = mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
         else:
-            numbers = tuple(map(mx.array, self._places))
+            numbers = (mx.array(self._places.rows), mx.array(self._places.positions))
         halves = [each.astype(mx.uint32) + self._starts[i] for i, each in enumerate(numbers)]
         return mx.stack(halves, axis=-1).reshape(-1, 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,9 +48,22 @@ class PackedPositions(NamedTuple):
     def mask(self, window: int | None = None) -> np.ndarray:
         """Return a mask (T, T) of the positions that each position sees: itself and those before it
         in its own sequence, or only the last ``window`` of these."""
-        # No (T, T) array is larger than the mask itself.
-        seen: np.ndarray = self.rows[:, None] == self.rows
-        seen &= self.positions[:, None] >= self.positions
-        if window is not None:
-            seen &= self.positions[:, None] - window < self.positions
+        seen: np.ndarray = seen_by(self.rows, self.positions, window)
         return seen
+
+
+def seen_by(
+    rows: Any,
+    positions: Any,
+    window: int | None,
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+) -> Any:
+    """Return which ``keys`` each of the ``queries`` sees, (queries, keys), as ``mask`` does, of
+    arrays of NumPy or of MLX."""
+    # No array is larger than the mask itself.
+    seen = rows[queries, None] == rows[keys]
+    seen &= positions[queries, None] >= positions[keys]
+    if window is not None:
+        seen &= positions[queries, None] - window < positions[keys]
+    return seen

@@ -22,10 +22,10 @@ from shardmlx.compat import gpu_fuses_attention
 from shardmlx.models.runtime.activations import recompute_selectively, swiglu, use_swiglu
 from shardmlx.models.runtime.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.runtime.dropout import KeyedDropout, key_every_dropout, set_keys, starts_of
-from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.models.runtime.parts import Parts, find_parts
 from shardmlx.models.runtime.recurrence import use_chunks
 from shardmlx.models.runtime.stand_ins import at
+from shardmlx.models.runtime.traced_positions import Places
 
 Sum = Callable[[mx.array], mx.array]
 """A lazy sum over the ranks of a group."""
@@ -317,7 +317,7 @@ class Slice:
         *,
         key: tuple[int, ...] | mx.array = (0,),
         first_row: int = 0,
-        places: PackedPositions | None = None,
+        places: Places | None = None,
         checkpoint: bool = False,
         attention_chunk: int | None = None,
         visit: Visit | None = None,
@@ -357,7 +357,7 @@ class Slice:
         *,
         key: tuple[int, ...] | mx.array = (0,),
         first_row: int = 0,
-        places: PackedPositions | None = None,
+        places: Places | None = None,
     ) -> mx.array:
         """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D)."""
         self._set_starts(self.stop, key, first_row, places=places)

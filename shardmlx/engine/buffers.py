@@ -14,6 +14,9 @@ COMPILED_POSITIONS = 32
 """Number of positions in a compiled piece of the loss is a multiple of this: each number is a graph
 of its own."""
 
+LEAST_STEP = 32
+"""Difference of the lengths to which a packed row grows for a compiled graph, at least."""
+
 BUCKET_BYTES = 32 << 20
 """Gradients that replicas sum at a time."""
 
@@ -28,6 +31,13 @@ def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:
     """Return how many positions a piece of the loss has: half as many as ``chunk`` allows, since
     its logits exist together with several float32 arrays."""
     return max(chunk // 2, multiple_of)
+
+
+def compiled_length(length: int) -> int:
+    """Return the positions of the compiled graph for a packed row of ``length``: one of 16 numbers
+    between a power of two and the next, so that few graphs do, and at most a sixteenth more."""
+    step = max(LEAST_STEP, 1 << max(0, (length - 1).bit_length() - 5))
+    return -(-length // step) * step
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:

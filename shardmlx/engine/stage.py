@@ -24,25 +24,33 @@ result are in the same kernel, so that nothing the forward needs can come into a
 the cotangent. Outputs of the graph are the exception, so the forward's output passes through an
 operation that is never fused. The cotangent's buffer holds NaN until the gradient arrives, which
 would show a result computed too early.
+
+A packed row grows to one of a few lengths for its compiled graph, by positions that belong to no
+sequence and have no gradient. Messages do not have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from shardmlx.compat import begin_evaluation
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.distributed.messages import copy_into
-from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.batches import MOST_WIDTHS, MicroBatch
+from shardmlx.engine.buffers import compiled_length
 from shardmlx.engine.loss import Head, HeadInput, token_loss
 from shardmlx.engine.objectives import Objective
+from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.runtime.traced_positions import Places, TracedPositions
+
+Graph = Callable[..., Sequence[mx.array]]
+"""A joint graph, called with the arguments of ``Stage._joint_graph``."""
 
 
 def layer_of(name: str) -> str:
@@ -97,8 +105,13 @@ class Stage:
         # share without a lock.
         on_gpu = mx.default_device() == mx.gpu
         compiles = on_gpu if compiled is None else compiled
-        self._compiled = mx.compile(self._joint_graph) if compiles else None
+        self._compiled: Graph | None = mx.compile(self._joint_graph) if compiles else None
+        self._packed_shapes: set[tuple[int, int]] = set()
+        """Shapes of the packed rows that have compiled graphs."""
         self._head = Head(part, savings, compiles, objective) if part.is_last else None
+
+    most_graphs = MOST_WIDTHS
+    """Compiled graphs of packed rows, at most: they stay in memory."""
 
     reduces_each = False
     """True if gradients are summed over replicas after each micro-batch, not once a step."""
@@ -122,11 +135,7 @@ class Stage:
         """
         if not (self.names or self.needs_input_gradient):
             return self.evaluate(microbatch, x)
-        graph = self._compiled
         starts = self.part.dropout_starts(key, microbatch.first_row)
-        if graph is None or microbatch.places is not None:
-            # Packed rows are rarely of equal length: the next would need another graph.
-            graph = partial(self._joint_graph, places=microbatch.places)
         source, answers = self._given(microbatch, x)
         names = self._names_in_graph(answers)
         cotangent = (
@@ -135,8 +144,21 @@ class Stage:
             else self._new_cotangent(microbatch, self.part.output_size)
         )
         weights = [self.part[name] for name in names]
-        out, *gradients = graph(source, answers, weights, cotangent, starts)
-        input_gradient = gradients.pop(0) if self.needs_input_gradient else None
+        graph, places = self._graph_for(microbatch.places)
+        length = microbatch.shape[1]
+        more = 0 if places is None else len(places.rows) - length
+        out, *gradients = graph(
+            _longer(source, more, "edge"),
+            tuple(_longer(each, more) for each in answers),
+            weights,
+            cotangent if answers else _longer(cotangent, more),
+            starts,
+            places,
+        )
+        out = out if answers else _shorter(out, length)
+        input_gradient = None
+        if self.needs_input_gradient:
+            input_gradient = _shorter(gradients.pop(0), length)
         pending = _Pending(cotangent, input_gradient, dict(zip(names, gradients, strict=True)))
         self._pending[j] = pending
         mx.eval(out, cotangent)
@@ -156,6 +178,19 @@ class Stage:
         if self._head is None or answers:
             return out
         return self._head.result(HeadInput(out, microbatch))
+
+    def _graph_for(self, places: PackedPositions | None) -> tuple[Graph, Places | None]:
+        """Return the joint graph for a micro-batch, compiled or not, and the places that it takes:
+        those of a packed row that may have grown, so that rows of many lengths have few graphs."""
+        if self._compiled is None or places is None:
+            return self._compiled or self._joint_graph, places
+        chunk = self.savings.attention_chunk
+        traced = TracedPositions.of(places, compiled_length(len(places.rows)), chunk)
+        shapes = self._packed_shapes | {(len(traced.rows), traced.longest)}
+        if places.shares_prefixes or len(shapes) > self.most_graphs:
+            return self._joint_graph, places
+        self._packed_shapes = shapes
+        return self._compiled, traced
 
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None
@@ -180,7 +215,7 @@ class Stage:
         weights: Sequence[mx.array],
         cotangent: mx.array,
         starts: mx.array,
-        **places: Any,
+        places: Places | None,
     ) -> list[mx.array]:
         """Return output, gradient of the input if it is needed, gradients of the weights: lazy. The
         dropouts draw from ``starts``."""
@@ -190,7 +225,7 @@ class Stage:
             arrays = list(primals)
             inputs = arrays.pop(0) if self.needs_input_gradient else source
             return self.part.with_parameters(
-                names, arrays, lambda: self._outputs(inputs, answers, key=starts, **places)
+                names, arrays, lambda: self._outputs(inputs, answers, key=starts, places=places)
             )
 
         primals = [source] if self.needs_input_gradient else []
@@ -305,3 +340,18 @@ class Stage:
                 gradient = gradient.astype(mx.float32)
             total = self.gradients.get(name)
             self.gradients[name] = gradient if total is None else total + gradient
+
+
+def _longer(array: mx.array, more: int, mode: Literal["constant", "edge"] = "constant") -> mx.array:
+    """Return an array (rows, T, ...) with ``more`` positions: zeros, or at the ``edge`` mode copies
+    of the last, so that no layer divides by zero there."""
+    if not more:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[1] = (0, more)
+    return mx.pad(array, widths, mode=mode)
+
+
+def _shorter(array: mx.array, length: int) -> mx.array:
+    """Return the first positions of an array (rows, T, ...)."""
+    return array if array.shape[1] == length else array[:, :length]

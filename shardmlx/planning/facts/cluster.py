@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from shardmlx.engine.buffers import compiled_length
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.planning.facts.hostfile import Machine
@@ -83,6 +84,8 @@ class Cluster:
     def setup(self, workload: Workload, rows: int, length: int, dp: int) -> TrainingSetup:
         """Return what decides the memory of ``rows`` x ``length``, with measurements if any."""
         rows, length = workload.micro_batch(rows, length)
+        if workload.batch.pack and self.backend != "cpu":
+            length = compiled_length(length)
         setup = TrainingSetup(
             workload=workload,
             rows=rows,

@@ -203,7 +203,7 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
 
     # Layers share an unchanged input. An adapter makes a float32 copy for dropout, or of an input
     # of another type; a compiled stage makes one copy for all its adapters.
-    is_compiled = setup.backend != "cpu" and not setup.dropout and not setup.masks
+    is_compiled = setup.backend != "cpu"
     converts = size != FLOAT32 and not is_compiled
     sources = {each.source: each.elements[0] for each in trained}
     inputs = tokens * sum(sources.values())

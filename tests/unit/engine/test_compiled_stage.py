@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
-from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.batches import MicroBatch, make_batch, pack
 from shardmlx.engine.stage import Stage
 from shardmlx.models.runtime.slice import Slice
 from testbed.tiny_models import VOCABULARY
@@ -173,6 +174,98 @@ def test_masks_of_dropout_are_an_input_of_the_graph(
     assert not np.array_equal(found[0][0], found[1][0])
     for ours, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
         assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+
+
+LENGTHS = [(5, 20, 9), (3, 3, 20, 9), (12, 11, 10), (52, 9)]
+"""Of the sequences of packed micro-batches, which take from 33 to 64 positions."""
+
+
+def packed(seed: int, lengths: Sequence[int]) -> MicroBatch:
+    random = np.random.RandomState(seed)
+    samples = [(random.randint(1, VOCABULARY, size=length + 1), 0) for length in lengths]
+    (whole,) = pack(make_batch(samples, 2048), 1)
+    return whole
+
+
+PACKED = [packed(seed, lengths) for seed, lengths in enumerate(LENGTHS)]
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the inputs for which Python has called a slice's layers."""
+    shapes: list[tuple[int, ...]] = []
+    call = Slice.__call__
+
+    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
+        shapes.append(x.shape)
+        return call(part, x, **how)
+
+    monkeypatch.setattr(Slice, "__call__", counted)
+    return shapes
+
+
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert np.isfinite(ours).all()
+        assert np.allclose(ours, theirs, rtol=1e-5, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "savings"),
+    [
+        ("first", "lora", NO_SAVINGS),
+        ("middle", "full", Savings(attention_chunk=16)),
+        ("last", "lora", Savings(recompute="full", attention_chunk=16)),
+        ("last", "full", NO_SAVINGS),
+    ],
+    ids=str,
+)
+def test_packed_rows_share_a_graph_of_their_next_length(
+    where: str, savings: Savings, how: str, traces: list[tuple[int, ...]]
+) -> None:
+    part = Slice(trained(how), *WHERE[where])
+    expected = step(stage_of(part, compiled=False, savings=savings), PACKED)
+    traces.clear()
+    stage = stage_of(part, savings=savings)
+    found = step(stage, PACKED)
+    assert {shape[1] for shape in traces} == {64}
+    # With pieces there is one for each power of two up to which a sequence reaches.
+    graphs = 3 if savings.attention_chunk else 1
+    assert len(traces) == graphs
+    assert_close(found, expected)
+    stage.gradients.clear()
+    step(stage, PACKED[::-1])
+    assert len(traces) == graphs
+
+
+def test_rows_of_more_lengths_than_a_run_has_widths_are_not_compiled(
+    traces: list[tuple[int, ...]],
+) -> None:
+    """Each graph stays in memory."""
+    part = Slice(trained("lora"), 1, 2)
+    stage = stage_of(part)
+    stage.most_graphs = 2
+    rows = [packed(0, [length]) for length in (20, 50, 80)]
+    for _ in range(2):
+        for j, microbatch in enumerate(rows):
+            stage.forward(j, microbatch, states(microbatch, part, 0), scale=SCALE)
+    assert [shape[1] for shape in traces] == [32, 64, 81, 81]
+
+
+def test_packed_rows_with_dropout_share_a_graph(traces: list[tuple[int, ...]]) -> None:
+    model = move_trained(with_adapters(tiny_model(layers=LAYERS), dropout=0.5))
+    part = Slice(model, *WHERE["first"])
+    expected = [step(stage_of(part, compiled=False), PACKED, key=(7, n)) for n in range(2)]
+    traces.clear()
+    stage = stage_of(part)
+    found = []
+    for number in range(2):
+        stage.gradients.clear()
+        found.append(step(stage, PACKED, key=(7, number)))
+    assert len(traces) == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
 
 
 def test_masks_of_dropout_are_drawn_for_each_micro_batch() -> None:

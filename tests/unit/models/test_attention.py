@@ -11,6 +11,7 @@ import pytest
 
 from shardmlx.models.runtime.attention import ChunkedMask, attend, attention_in_pieces
 from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.traced_positions import TracedPositions
 from shardmlx.models.sizes.layer_shape import fuses_attention
 
 LENGTH, HEADS, GROUPS, WIDTH = 67, 6, 2, 8
@@ -81,6 +82,28 @@ def test_output_and_gradients_are_those_of_the_whole(
     chunked = ChunkedMask(chunk, window, None if lengths is None else packed(*lengths))
     given = arrays(rows=2 if lengths is None else 1)
     assert_alike(results(in_pieces(chunked), given), results(whole(chunked), given))
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 500])
+@pytest.mark.parametrize("window", [None, 1, 16])
+@pytest.mark.parametrize("lengths", [(1, 61), (20, 1, 30, 5)])
+def test_sequences_whose_places_are_arrays_of_a_graph_see_the_same_keys(
+    lengths: tuple[int, ...], window: int | None, chunk: int
+) -> None:
+    """The row has grown by some positions at its end, whose results nobody uses."""
+    places = packed(*lengths)
+    given = arrays()
+    length = len(places.rows)
+    is_used = mx.arange(given[0].shape[2])[:, None] < length
+    given[-1] = mx.where(is_used, given[-1], 0)
+    traced = TracedPositions.of(places, given[0].shape[2], chunk)
+    found = results(in_pieces(ChunkedMask(chunk, window, traced)), given)
+    assert all(mx.isfinite(each).all() for each in found)
+    expected = results(
+        whole(ChunkedMask(chunk, window, places)), [each[:, :, :length] for each in given]
+    )
+    assert_alike([each[:, :, :length] for each in found], expected)
+    assert np.array_equal(np.array(traced.mask(window))[:length, :length], places.mask(window))
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 67])

@@ -132,7 +132,7 @@ def test_replicas_have_one_buffer_for_what_others_send_them() -> None:
         (1, {}),
         (2, {"backend": "cpu"}),
         (2, {"lora_parameters": OF_ATTENTION | {"dropout": 0.1}}),
-        (2, {"pack": True}),
+        (1, {"pack": True}),
     ],
 )
 def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compiled(
