@@ -58,9 +58,9 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 POOLED = """
-    api bad_input best chat engine_mpi evaluate export failing_saves generate layouts nonfinite
-    outputs preferences profile resume same_as_mlx_lm stragglers tensor_shares transport weights
-    zero
+    api bad_input best cells chat engine_mpi evaluate export failing_saves generate layouts
+    nonfinite outputs preferences profile resume same_as_mlx_lm stragglers tensor_shares transport
+    weights zero
 """
 """Tests in tests/mpi whose ranks stay between them: each rank more takes two seconds to start."""
 

@@ -17,7 +17,8 @@ from functools import cached_property
 
 import mlx.nn as nn
 
-from shardmlx.engine.batches import split
+from shardmlx.engine.batches import Batch, split
+from shardmlx.engine.engine import Engine
 from tests.helpers.engines import NOTHING, OPTIMIZER, WEIGHTS, engine_of, gradients_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
@@ -25,6 +26,15 @@ from tests.helpers.seeded_network import SeededNetwork
 
 Bits = list[dict[str, object]]
 """Of each rank the losses, the norm, and the bytes of gradients."""
+
+
+def bits_of(engine: Engine, batches: Sequence[Batch]) -> dict[str, object]:
+    """Make a step on each batch, add up their gradients, and evaluate the last; return the bits."""
+    losses = [train_on(engine, batch, reduce=batch is batches[-1]) for batch in batches]
+    norm = engine.gradient_norm()
+    evaluated = engine.evaluate(split(batches[-1], engine.plan.mesh.dp, engine.replica, 1))
+    gradients = {name: array.tobytes() for name, array in gradients_of(engine).items()}
+    return {"losses": losses, "norm": norm, "evaluated": evaluated, **gradients}
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,7 @@ class Cell:
 
         def work(transport: LocalTransport) -> dict[str, object]:
             model = self._models[transport.rank]
-            engine = engine_of(transport, plan, model, self.divided)
-            losses = [train_on(engine, batch, reduce=batch is batches[-1]) for batch in batches]
-            norm = engine.gradient_norm()
-            evaluated = engine.evaluate(split(batches[-1], self.layout.dp, engine.replica, 1))
-            gradients = {name: array.tobytes() for name, array in gradients_of(engine).items()}
-            return {"losses": losses, "norm": norm, "evaluated": evaluated, **gradients}
+            return bits_of(engine_of(transport, plan, model, self.divided), batches)
 
         return network.run(work)
 

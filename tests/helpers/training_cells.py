@@ -2,9 +2,13 @@
 
     python -m tests.helpers.training_cells --cells 500
 
-A cell is a family, an objective, a method, a precision, masks, packing and accumulation; a layout
-of up to four ranks with its schedule, replicas, ZeRO and tensor shares; and perhaps a step at which
-the run stops, and another layout in which it goes on. ``--first SEED --cells 1`` tries one again.
+A cell is a family, an objective, a method, an optimizer, a precision, masks, packing, accumulation
+and what is computed again or in pieces; a layout of up to four ranks with its schedule, replicas,
+ZeRO and tensor shares; and perhaps a step at which the run stops, and another layout in which it
+goes on. ``--first SEED --cells 1`` tries one again.
+
+Nothing is drawn that a run refuses: a refused cell is a fault of this file. Dropout is not drawn
+beside tensor shares, which draw other masks (``docs/which-parallelism.md``).
 """
 
 from __future__ import annotations
@@ -20,9 +24,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from shardmlx.config.train import LINE
+from shardmlx.errors import UserError
 from shardmlx.pipeline.schedules import SCHEDULES
+from testbed.family_configs import CONFIGS
 from testbed.runs import events, in_file
-from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
+from testbed.small_models import (
+    SMALL_VOCABULARY,
+    pirate_directory,
+    small_directory,
+    tokenizer_directory,
+    with_tokenizer,
+)
 from tests.helpers.mpirun import train
 from tests.helpers.preference_data import preference_directory
 from tests.helpers.rank_pool import close_pools
@@ -39,19 +52,40 @@ LAYOUTS: Sequence[tuple[int, dict[str, Any]]] = (
     (1, {}),
     *((2, {"schedule": name}) for name in SCHEDULES),
     *((2, {"pipeline_stages": 1, "zero": zero}) for zero in (0, 1, 3)),
+    (2, {"pipeline_stages": 1, "replica_rows": "3,1"}),
     (2, {"tensor_parallel": 2}),
+    (2, {"tensor_parallel": 2, "tensor_shares": "2,1"}),
     (4, {"schedule": "zb-h1"}),
     *(
         (4, {"pipeline_stages": 2, "schedule": name, "zero": zero})
         for name, zero in (("1f1b", 1), ("zb-v", 0), ("gpipe", 1), ("1f1b", 3))
     ),
-    (4, {"pipeline_stages": 2, "tensor_parallel": 2, "schedule": "1f1b"}),
-    (4, {"pipeline_stages": 1, "tensor_parallel": 2, "zero": 1}),
+    *(
+        (4, {"pipeline_stages": 2, "tensor_parallel": 2, "schedule": name})
+        for name in ("1f1b", "zb-v")
+    ),
+    (4, {"pipeline_stages": 1, "tensor_parallel": 2}),
 )
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+SHARED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+"""Families of which all layouts take models; with tied embeddings all but phi3's."""
+
+FAMILIES = (
+    *SHARED,
+    *("gemma2", "gemma3_text", "granite", "starcoder2", "glm4", "cohere2", "olmo2", "smollm3"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
+)
 
 OBJECTIVES = ("sft", "sft", "sft", "dpo", "cpo", "simpo", "orpo", "kto")
+
+METHODS = ("lora", "lora", "dora", "full", "full")
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "adafactor")
+
+WITH_SHARES = OPTIMIZERS[:3]
+"""Optimizers that tensor shares take."""
+
+SCHEDULE_OF_RATE = {"name": "cosine_decay", "arguments": [1e-3, STEPS]}
 
 
 @dataclass(frozen=True)
@@ -67,33 +101,63 @@ class Cell:
     def of(cls, seed: int) -> Cell:
         """Draw a cell."""
         random = Random(seed)
-        objective = random.choice(OBJECTIVES)
-        method = random.choice([{}, {"fine_tune_type": "dora"}, {"fine_tune_type": "full"}])
+        together = random.choice([1, 1, 2])
+        ends = [random.randint(together, STEPS - 1)] if random.random() < 0.5 else []
+        ends.append(STEPS)
+        layouts = [random.choice(LAYOUTS) for _ in ends]
+        is_shared = any("tensor_parallel" in layout for _, layout in layouts)
+        family = random.choice(SHARED if is_shared else FAMILIES)
         options = {
-            **method,
-            "objective": objective,
-            "num_layers": random.choice([-1, -1, 2]),
-            "grad_accumulation_steps": random.choice([1, 1, 2]),
-            "micro_batch_size": random.choice([1, 2] if objective in ("sft", "kto") else [2]),
-            "grad_checkpoint": random.random() < 0.3,
-            "dtype": random.choice(["float32", "float32", "float32", "bfloat16"]),
-            "optimizer": random.choice(["adam", "adamw", "sgd"]),
+            **cls._tuning(random, is_shared),
+            **cls._rows(random, any("replica_rows" in layout for _, layout in layouts)),
+            "grad_accumulation_steps": together,
+            "recompute": random.choice(["none", "none", "selective", "full"]),
+            "attention_chunk": random.choice(["auto", "off"]),
         }
-        if objective == "sft":
-            options |= {"mask_prompt": random.random() < 0.4, "pack": random.random() < 0.3}
-        dropout = random.choice([0.0, 0.0, 0.2])
-        ends = [STEPS] if random.random() < 0.5 else [random.randint(1, STEPS - 1), STEPS]
-        parts = [(*random.choice(LAYOUTS), end) for end in ends]
-        if any("tensor_parallel" in layout for _, layout, _ in parts):
-            dropout = 0.0  # shares draw other masks
-        if method.get("fine_tune_type") != "full":
-            options["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": dropout}
+        parts = [(*layout, end) for layout, end in zip(layouts, ends, strict=True)]
         return cls(
-            random.choice(FAMILIES),
-            random.random() < 0.3,
+            family,
+            family in SHARED[:4] and random.random() < 0.4,
             options,
             [(ranks, end, layout) for ranks, layout, end in parts],
         )
+
+    @staticmethod
+    def _tuning(random: Random, is_shared: bool) -> dict[str, Any]:
+        """Draw what is trained, and how it is updated."""
+        method = random.choice(METHODS)
+        options = {
+            "fine_tune_type": method,
+            "num_layers": random.choice([-1, -1, 2]),
+            "dtype": random.choice(["float32", "float32", "float32", "bfloat16"]),
+            "optimizer": random.choice(WITH_SHARES if is_shared else OPTIMIZERS),
+            "max_grad_norm": random.choice([None, 0.5]),
+            "lr_schedule": random.choice([None, SCHEDULE_OF_RATE]),
+        }
+        if method == "full":
+            options["unfreeze_all"] = not is_shared and random.random() < 0.3
+            options["master_weights"] = options["dtype"] == "bfloat16" and random.random() < 0.5
+        else:
+            dropout = 0.0 if is_shared else random.choice([0.0, 0.0, 0.2])
+            options["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": dropout}
+        return options
+
+    @staticmethod
+    def _rows(random: Random, is_unequal: bool) -> dict[str, Any]:
+        """Draw the objective, and how the rows of a step are taken."""
+        objective = random.choice(("sft", "kto") if is_unequal else OBJECTIVES)
+        size = 1 if is_unequal else random.choice([1, 2])
+        options: dict[str, Any] = {
+            "objective": objective,
+            "micro_batch_size": size if objective in ("sft", "kto") else 2,  # both of a pair
+        }
+        if objective == "sft":
+            options |= {
+                "mask_prompt": random.random() < 0.4,
+                "pack": random.random() < 0.3,
+                "loss_chunk": random.choice(["auto", "counted", "off"]),
+            }
+        return options
 
     @property
     def most(self) -> float:
@@ -111,11 +175,11 @@ class RefusedError(Exception):
 class Bench:
     """A directory of models and data, on which cells run."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, data: Path, tokenizer: Path) -> None:
         self._root = root
-        self._data = pirate_directory(root / "pirate", root / "whole")
-        self._preferences = preference_directory(root, self._data)
-        self._tokenizer = tokenizer_directory(root / "tokenizer", self._data)
+        self._data = data
+        self._tokenizer = tokenizer
+        self._preferences = preference_directory(root, data)
 
     def check(self, cell: Cell, seed: int) -> float:
         """Return the largest relative difference of a cell's losses from those of one process.
@@ -140,7 +204,12 @@ class Bench:
                 "checkpoint_dir": str(place / f"{name}-checkpoints"),
                 "metrics_file": str(metrics),
             }
-            job = train(ranks, *in_file(place / f"{name}-{number}.yaml", **options))
+            words = in_file(place / f"{name}-{number}.yaml", **options)
+            try:
+                LINE.load([*map(str, words)])  # ranks of a pool would wait for one that refuses
+            except UserError as error:
+                raise RefusedError(str(error)) from None
+            job = train(ranks, *words)
             if job.returncode == 2 and job.stderr.count("\n") == 1:
                 raise RefusedError(job.stderr.strip())
             assert job.returncode == 0, job.output
@@ -163,14 +232,19 @@ class Bench:
             "max_seq_length": 64,
             "steps_per_report": 1,
             "steps_per_eval": 2,
-            "val_batches": 1,
+            "val_batches": -1,  # a run that stops has a validation more, which would draw others
             "checkpoint_every": 1,
         }
 
     def _model(self, cell: Cell) -> Path:
         path = self._root / f"{cell.family}{'-tied' * cell.tied}"
-        if not path.exists():
+        if not path.exists() and cell.family in SHARED:
             small_directory(path, self._tokenizer, family=cell.family, tied=cell.tied)
+        elif not path.exists():
+            config = CONFIGS[cell.family] | {"vocab_size": SMALL_VOCABULARY, "eos_token_id": 1}
+            if cell.family == "gemma2":
+                config["query_pre_attn_scalar"] = 20  # transformers takes no float
+            with_tokenizer(path, config, self._tokenizer)
         return path
 
 
@@ -187,7 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = Counter[str]()
     worst = 0.0
     with tempfile.TemporaryDirectory(prefix="cells-") as directory:
-        bench = Bench(Path(directory))
+        root = Path(directory)
+        data = pirate_directory(root / "pirate", root / "whole")
+        bench = Bench(root, data, tokenizer_directory(root / "tokenizer", data))
         for seed in range(options.first, options.first + options.cells):
             if options.seconds is not None and time.monotonic() > begun + options.seconds:
                 break
