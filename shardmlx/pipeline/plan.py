@@ -63,7 +63,6 @@ class Plan:
         """Return the lowered actions of a step of so many micro-batches, by pipeline rank, which
         are proved to end. Raises ``UserError`` if the schedule cannot run so many."""
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
-        schedule.check(self.mesh.pp, microbatches, virtual)
         order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
         placement = self.stage_map.placement
         return _proved_grid(self.schedule, order, placement, self.trainable, microbatches)

@@ -53,6 +53,7 @@ def inputs_of(case: str, logps: np.ndarray) -> dict[str, np.ndarray]:
     inputs["advantages"] *= random.uniform(size=COUNT) < 0.8
     if case.startswith("gspo"):
         inputs["sequence_ratio_mask"] = (random.uniform(size=COUNT) < 0.6).astype(np.float32)
+        inputs["sequence_ratio_mask"][0] = 1
     if case.endswith("by token"):
         inputs["clip_low_threshold"] = random.uniform(0.7, 1, COUNT).astype(np.float32)
         inputs["clip_high_threshold"] = random.uniform(1, 1.3, COUNT).astype(np.float32)
@@ -243,5 +244,11 @@ def test_positions_without_a_slope_have_no_gradient_computed(
 
 def test_the_losses_are_tinkers() -> None:
     assert set(LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"}
-    for facts in LOSSES.values():
-        assert all(np.isfinite(each) for each in facts.settings.values())
+    assert {name: dict(facts.settings) for name, facts in LOSSES.items()} == {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.1},
+        "gspo": {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    }

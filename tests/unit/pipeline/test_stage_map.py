@@ -82,6 +82,13 @@ def test_several_stages_may_be_on_one_rank(tmp_path: Path) -> None:
     assert stage_map.stages_of(1) == (1, 2)
 
 
+def test_a_map_of_sizes_has_a_stage_on_each_rank_unless_told() -> None:
+    assert StageMap.from_sizes([2, 3]) == StageMap(Partition(((0, 2), (2, 5))), (0, 1))
+    placed = StageMap.from_sizes([1, 1, 1, 1], (1, 0, 0, 1))
+    assert placed.placement == (1, 0, 0, 1)
+    assert placed.hosts == (None,) * 4
+
+
 def test_a_rank_has_the_host_that_any_of_its_stages_names() -> None:
     stage_map = StageMap(Partition.from_sizes([1, 1, 1]), (0, 1, 0), (None, None, "mini"))
     assert stage_map.host_of(0) == "mini"
@@ -151,6 +158,34 @@ def test_layers_must_be_the_models_and_stages_the_command_lines(tmp_path: Path) 
     stage_map.check_pipeline(2)
     with pytest.raises(UserError, match="--pipeline-stages is 4"):
         stage_map.check_pipeline(4)
+
+
+def test_a_map_is_for_the_model_that_it_names(tmp_path: Path) -> None:
+    stage_map = read(tmp_path, EXAMPLE)
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    stage_map.check_model(name, 30)
+    with pytest.raises(UserError, match="but the model has 31"):
+        stage_map.check_model(name, 31)
+    with pytest.raises(UserError, match=f"is for the model {name}, not for another"):
+        stage_map.check_model("another", 30)
+    StageMap.from_sizes([30]).check_model("any", 30)
+    home = StageMap(Partition.from_sizes([1]), (0,), model="~/model")
+    home.check_model(str(Path.home() / "model"), 1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "hosts", "problem"),
+    [
+        ((0,), (), "1 ranks for 2 stages"),
+        ((0, 1), ("a",), "1 hosts for 2 stages"),
+        ((0, -1), (), "a stage on rank -1"),
+    ],
+)
+def test_every_stage_has_its_rank_and_its_host(
+    placement: tuple[int, ...], hosts: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        StageMap(Partition.from_sizes([1, 1]), placement, hosts)
 
 
 def test_ranks_with_unequal_numbers_of_stages_have_no_virtual_count() -> None:
