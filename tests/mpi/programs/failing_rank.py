@@ -4,7 +4,8 @@ WHEN is ``start`` (before MPI), ``loading``, ``step`` (the second), ``scatter`` 
 what others sent), ``gather`` (before it sends what it updated) or ``gathering`` (when it has sent
 that, and others are still to send); ``scatter:5`` is in step 5. It may be a command of rank 0,
 like ``shardmlx.training.worker.TrainWorker.load``, at which the rank then fails. HOW is ``raise``,
-``hang``, ``kill`` or ``stop``: the signals that no process can handle.
+``hang``, ``kill`` or ``stop``: the signals that no process can handle. A file at ``$LOST``, if that
+is set, then has the time.
 """
 
 import shardmlx.common.prepared
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from shardmlx.common.environment import launched_rank
@@ -32,6 +34,8 @@ began = 0
 
 
 def fail() -> None:
+    if lost := os.environ.get("LOST"):
+        Path(lost).touch()
     match how:
         case "raise":
             raise RuntimeError("Insufficient Memory")
