@@ -59,8 +59,8 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 POOLED = """
     api bad_input best cells chat engine_mpi evaluate export failing_saves generate layouts
-    nonfinite outputs preferences profile resume same_as_mlx_lm stragglers tensor_shares transport
-    weights zero
+    nonfinite outputs own_loop preferences profile resume same_as_mlx_lm stragglers tensor_shares
+    transport weights zero
 """
 """Tests in tests/mpi whose ranks stay between them: each rank more takes two seconds to start."""
 
@@ -104,10 +104,16 @@ def pytest_sessionfinish() -> None:
         gc.unfreeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Mix, for several workers, the files whose tests start jobs, and wait for most of their time,
     with those whose tests compute: so the cores are busy all along."""
+    # Hypothesis asks each module for its file, and would so load what mlx-lm leaves for later.
+    for service in ("wandb", "swanlab"):
+        sys.modules.pop(service, None)
+    yield
     if not hasattr(config, "workerinput"):
         return
     files = {item.location[0]: None for item in items}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import TypeVar
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
-from shardmlx.training.command import prepare_training
+from shardmlx.training.command import prepare_training, train_model
 from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.sweep import prepare_sweep
 from shardmlx.training.train import train_together
 from shardmlx.training.trainer import Trainer
 from shardmlx.training.worker import TrainWorker
+from tests.helpers.local_transport import alone
+from tests.helpers.small_models import limits_kept
 
 T = TypeVar("T")
 QUIET = Reporter(quiet=True)
@@ -37,6 +40,13 @@ def with_loaded_runs(
 
     with closing(TrainWorker(transport, reporter)) as worker:
         return lead(transport, worker, load)
+
+
+def train_alone(*flags: str | Path) -> None:
+    """Run ``shardmlx train FLAGS`` as a single rank, in this process."""
+    config = LINE.load(list(map(str, flags)))
+    with limits_kept():
+        alone(lambda rank: train_model(config, rank))
 
 
 def loaded_runs(config: TrainConfig, transport: Transport) -> list[TrainingRun]:

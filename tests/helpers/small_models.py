@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -78,13 +79,22 @@ def small_quantised(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFact
     )
 
 
-@pytest.fixture
-def limited_to_a_test() -> Iterator[None]:
-    """A run leaves MLX's limits to the end of its process, and here that goes on."""
+@contextmanager
+def limits_kept() -> Iterator[None]:
+    """Put MLX's limits back: a run leaves its own to the end of its process, and here that goes
+    on."""
     limits = (mx.set_memory_limit, mx.set_cache_limit)
     before = [set_limit(0) for set_limit in limits]
     for set_limit, nbytes in zip(limits, before, strict=True):
         set_limit(nbytes)
-    yield
-    for set_limit, nbytes in zip(limits, before, strict=True):
-        set_limit(nbytes)
+    try:
+        yield
+    finally:
+        for set_limit, nbytes in zip(limits, before, strict=True):
+            set_limit(nbytes)
+
+
+@pytest.fixture
+def limited_to_a_test() -> Iterator[None]:
+    with limits_kept():
+        yield

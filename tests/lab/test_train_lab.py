@@ -12,7 +12,9 @@ import pytest
 from testbed.hosts import Lab, hosts
 from testbed.jobs import Job
 from testbed.runs import events, in_file
-from tests.helpers.mpirun import mpirun, train_well
+from tests.helpers.loaded_runs import train_alone
+from tests.helpers.mpirun import mpirun
+from tests.helpers.programs import PROGRAMS
 
 STEPS, SAVED_EVERY = 12, 4
 TRAIN = (
@@ -25,8 +27,8 @@ TRAIN = (
 @pytest.fixture(scope="module")
 def expected(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     home = tmp_path_factory.mktemp("alone")
-    furnish(home, small, pirate)
-    train_well(1, *TRAIN, cwd=home)
+    files = ("--model", small, "--data", pirate, "--adapter-path", home / "adapters")
+    train_alone(*TRAIN, *files, "--metrics-file", home / "metrics")
     return [event["loss"] for event in events(home / "metrics", "train")]
 
 
@@ -35,9 +37,9 @@ def furnish(home: Path, model: Path, data: Path) -> None:
     shutil.copytree(data, home / "data")
 
 
-def check_losses(home: Path, expected: list[float], steps: int = STEPS) -> None:
+def check_losses(metrics: Path, expected: list[float], steps: int = STEPS) -> None:
     """Those of all steps, of which some may have been made twice."""
-    made = [(event["step"], event["loss"]) for event in events(home / "metrics", "train")]
+    made = [(event["step"], event["loss"]) for event in events(metrics, "train")]
     assert {step for step, _ in made} == set(range(1, steps + 1))
     for step, loss in made:
         assert loss == pytest.approx(expected[step - 1], rel=1e-5), step
@@ -48,13 +50,14 @@ def test_two_replicas_of_two_stages_over_a_slow_link(
 ) -> None:
     with hosts(tmp_path, 2, slots=2, rate="20mbit") as lab:
         furnish(lab.home("mac1"), small, pirate)
-        layout = ("--pipeline-stages", "2", "--iters", "3")
-        mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *layout)).well()
-        check_losses(lab.home("mac1"), expected, 3)
+        two = (*TRAIN, "--pipeline-stages", "2", "--iters", "3")
         # Four replicas, two a host: sums go through two levels.
-        four = ("--pipeline-stages", "1", "--iters", "3", "--adapter-path", "four")
-        mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *four)).well()
-        check_losses(lab.home("mac1"), expected, 3)
+        four = (*TRAIN, "--pipeline-stages", "1", "--iters", "3", "--adapter-path", "four")
+        program = PROGRAMS / "train_in_turn.py"
+        command = lab.mpirun(4, program, *two, "--", *four, "--metrics-file", "metrics-of-four")
+        mpirun(4, command=command).well()
+        check_losses(lab.home("mac1") / "metrics", expected, 3)
+        check_losses(lab.home("mac1") / "metrics-of-four", expected, 3)
         assert (lab.home("mac1") / "adapters" / "adapters.safetensors").exists()
         # But for what transformers has looked up, nothing is left there.
         left = [path for path in lab.home("mac2").rglob("*") if not path.is_dir()]
@@ -96,7 +99,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
         assert "launch: layout for 2 ranks: the run chooses it" in job.stdout
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
-        check_losses(home, expected)
+        check_losses(home / "metrics", expected)
 
 
 def test_of_three_hosts_one_is_a_spare_and_takes_the_place_of_the_one_that_goes(
@@ -117,7 +120,7 @@ def test_of_three_hosts_one_is_a_spare_and_takes_the_place_of_the_one_that_goes(
         assert [len(each["layout"]["ranks"]) for each in (first, second)] == [2, 2]
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
-        check_losses(home, expected)
+        check_losses(home / "metrics", expected)
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:

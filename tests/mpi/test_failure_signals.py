@@ -21,16 +21,18 @@ def wait_for(paths: Collection[Path]) -> None:
         time.sleep(0.02)
 
 
-def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None]) -> Job:
-    """Three ranks; ``meanwhile`` is given the process ids of mpirun and of the ranks."""
+def run(
+    phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None], ranks: int = 2
+) -> Job:
+    """``meanwhile`` is given the process ids of mpirun and of the ranks."""
 
     def wait(mpirun_pid: int) -> None:
-        files = {rank: directory / str(rank) for rank in range(3)}
+        files = {rank: directory / str(rank) for rank in range(ranks)}
         wait_for([*files.values()])
         meanwhile(mpirun_pid, {rank: int(file.read_text()) for rank, file in files.items()})
 
     return mpirun(
-        3,
+        ranks,
         *(PROGRAMS / "until_stopped.py", phase, directory),
         timeout=60.0 + SECONDS_TO_END,
         meanwhile=wait,
@@ -38,7 +40,7 @@ def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], 
 
 
 def test_a_signal_to_any_rank_stops_the_run_in_order(tmp_path: Path) -> None:
-    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], signal.SIGINT))
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], signal.SIGINT), 3)
     assert job.failure(128 + signal.SIGINT) == "shardmlx: stopped by SIGINT: saved"
 
 
@@ -82,8 +84,8 @@ def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Pat
     """As by Ctrl-Z, or a laptop that is closed."""
 
     def pause(mpirun: int, ranks: dict[int, int]) -> None:
-        # Rank 0 first and last, so that the others wait for it.
-        for number, order in ((signal.SIGSTOP, (0, 1, 2)), (signal.SIGCONT, (2, 1, 0))):
+        # Rank 0 first and last, so that the other waits for it.
+        for number, order in ((signal.SIGSTOP, (0, 1)), (signal.SIGCONT, (1, 0))):
             for rank in order:
                 os.kill(ranks[rank], number)
                 time.sleep(0.3)

@@ -16,8 +16,8 @@ import pytest
 
 from testbed.jobs import PYTHONPATH, Running
 from testbed.runs import events
+from tests.helpers.loaded_runs import train_alone
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import train_well
 
 STEPS = 16
 
@@ -101,7 +101,7 @@ def expected(
     small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, np.ndarray]:
     path = tmp_path_factory.mktemp("reference")
-    train_well(1, *Lab(path, small, pirate).training, "--adapter-path", path / "adapters")
+    train_alone(*Lab(path, small, pirate).training, "--adapter-path", path / "adapters")
     return load_weights(path / "adapters")
 
 

@@ -26,7 +26,6 @@ PROMPT = types.ModelInput.from_ints([10, 11, 12])
 
 
 LAYOUTS: Mapping[str, tuple[int, list[str]]] = {
-    "1 rank": (1, []),
     "2 ranks": (2, []),
     "2 replicas of a V": (4, ["--data-parallel", "2", "--schedule", "zb-v"]),
     "2 shares": (2, ["--tensor-parallel", "2"]),

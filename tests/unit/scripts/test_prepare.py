@@ -95,7 +95,7 @@ def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
     whole, data = tmp_path / "whole", tmp_path / "short"
     assert scripts["pirate_data"].main(["--preferences", "--output", str(whole)]) == 0
     data.mkdir()
-    for name, count in (("train", 10), ("valid", 6)):
+    for name, count in (("train", 4), ("valid", 4)):
         lines = sorted((whole / f"{name}.jsonl").read_text().splitlines(), key=len)[:count]
         rows = [json.loads(line) for line in lines]
         for row in rows:
@@ -113,12 +113,12 @@ def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
         data=str(data),
         adapter_path=str(tmp_path / "out"),
         objective="dpo",
-        learning_rate=2e-4,
+        learning_rate=1e-3,
         num_layers=4,
         max_seq_length=64,
         batch_size=4,
-        iters=5,
-        steps_per_eval=5,
+        iters=3,
+        steps_per_eval=3,
         val_batches=-1,
     )
     alone(lambda rank: train_model(config, rank, on_event=listen))
