@@ -209,7 +209,7 @@ def main() -> None:
             for name in args.only:
                 began = time.monotonic()
                 try:
-                    why = run(args.recipes, name, address, root, args.seconds)
+                    why = run(os.path.abspath(args.recipes), name, address, root, args.seconds)
                 except subprocess.TimeoutExpired:
                     why = f"it took more than {args.seconds:g} s"
                 failed += why is not None

@@ -21,5 +21,19 @@ MODEL=.cache/smollm2-135m-instruct
 RECIPES=.cache/recipes
 "$PYTHON" scripts/prepare_smollm2.py --output "$MODEL"
 [ -x "$RECIPES/bin/python" ] || "$PYTHON" -m venv "$RECIPES"
-VENV=$RECIPES install 'tinker-cookbook[math-rl]>=0.6'
+
+# All that the cookbook needs, but for the renderers of Inkling's models, which no recipe here uses:
+# it asks for a release of them that PyPI does not have.
+VENV=$RECIPES
+install --no-deps 'tinker-cookbook>=0.6'
+"$VENV/bin/python" - >"$VENV/needed.txt" <<'PYTHON'
+import importlib.metadata
+
+for line in importlib.metadata.requires("tinker-cookbook"):
+    needed, _, marker = line.partition(";")
+    is_wanted = not marker or "'math-rl'" in marker.replace('"', "'")
+    if is_wanted and not needed.startswith("tml-renderers"):
+        print(needed.strip())
+PYTHON
+install -r "$VENV/needed.txt"
 exec "$PYTHON" scripts/recipes.py --recipes "$RECIPES/bin/python" --model "$MODEL" "$@"

@@ -12,7 +12,7 @@ from shardmlx.api.requests import ForwardBackward, LossRow
 from shardmlx.engine.batches import MicroBatch, padded_width
 from shardmlx.engine.token_losses import TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
-from shardmlx.planning.loop import FULL_PIPELINE
+from shardmlx.planning.choice import SET_UP_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,15 +31,33 @@ class CutRows:
 
 def cut(request: ForwardBackward, plan: LoopPlan) -> list[CutRows]:
     """Return the micro-batches of a request, which depend on nothing but its rows, the longest
-    first. Rows that are computed together are about equally long, and have as many targets."""
+    first. Rows that are computed together are about equally long, and have as many targets.
+
+    Their size is what ``train`` would choose: of all that memory allows, the one with which the
+    ranks are done soonest.
+    """
     loss = TokenLoss(request.loss, request.settings)
     rows = request.rows
-    mesh = plan.plan.mesh
-    total = sum(map(_length, rows))
-    # Shorter micro-batches than memory allows, so that there are enough for all ranks.
-    wanted = -(-total // (FULL_PIPELINE * mesh.pp * mesh.dp))
-    most = max(min(plan.tokens, wanted), max(map(_length, rows)))
     order = sorted(range(len(rows)), key=lambda i: (_several(rows[i]), -_length(rows[i]), i))
+    ways = [_grouped(rows, order, most, plan) for most in _sizes(rows, plan)]
+    groups = min(ways, key=lambda way: _tokens_of_time(rows, way, plan))
+    return [CutRows(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
+
+
+def _sizes(rows: Sequence[LossRow], plan: LoopPlan) -> list[int]:
+    """Return the tokens of micro-batches to choose from, each twice the last: those of the longest
+    row, up to all rows of a request, or to what memory allows."""
+    total = sum(map(_length, rows))
+    sizes = [max(map(_length, rows))]
+    while 2 * sizes[-1] <= min(plan.tokens, 2 * total):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _grouped(
+    rows: Sequence[LossRow], order: Sequence[int], most: int, plan: LoopPlan
+) -> list[list[int]]:
+    """Return the numbers of the rows of each micro-batch, of at most so many tokens."""
     groups: list[list[int]] = []
     size = 0
     for i in order:
@@ -51,7 +69,23 @@ def cut(request: ForwardBackward, plan: LoopPlan) -> list[CutRows]:
         else:
             groups.append([i])
             size = _length(rows[i])
-    return [CutRows(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
+    return groups
+
+
+def _tokens_of_time(
+    rows: Sequence[LossRow], groups: Sequence[Sequence[int]], plan: LoopPlan
+) -> float:
+    """Return the time of micro-batches on ranks that are equally fast, in tokens that one computes
+    meanwhile: each waits at both ends of a step while the largest one passes the others."""
+    mesh = plan.plan.mesh
+    stages = plan.plan.stage_map.num_stages
+    sizes = []
+    for group in groups:
+        lengths = [_length(rows[i]) for i in group]
+        tokens = sum(lengths) if plan.pack else len(lengths) * max(lengths)
+        sizes.append(tokens + SET_UP_TOKENS)
+    bubble = (mesh.pp - 1) * max(sizes) * mesh.pp / stages
+    return sum(sizes) / mesh.dp + bubble
 
 
 def of_replicas(pieces: Sequence[CutRows], replicas: int) -> list[list[int]]:
@@ -78,14 +112,14 @@ def _several(row: LossRow) -> int:
 
 def _microbatch(rows: Sequence[LossRow], loss: TokenLoss, plan: LoopPlan) -> MicroBatch:
     lengths = np.array([_length(row) for row in rows])
-    width = int(lengths.max()) + 1
-    if not plan.pack:
-        width = min(padded_width(width), plan.most_length + 1)
+    width = min(padded_width(int(lengths.max()) + 1), plan.most_length + 1)
+    # Packing costs a mask of its own, and no graph that is compiled fits.
+    packs = plan.pack and int(lengths.min()) + 1 < width
     tokens = np.zeros((len(rows), width), np.int32)
     for row, given in enumerate(rows):
         tokens[row, : lengths[row]] = given.tokens
     places = None
-    if plan.pack:
+    if packs:
         numbers = np.repeat(np.arange(len(rows), dtype=np.int32), lengths)
         positions = np.concatenate([np.arange(each, dtype=np.int32) for each in lengths])
         places = PackedPositions(numbers, positions)

@@ -42,6 +42,10 @@ SNAPSHOTS = 2
 FULL_PIPELINE = 4
 """Micro-batches of each pipeline rank that keep its bubble small, if there are rows for so many."""
 
+LARGE_TOKENS = 1024
+"""Tokens of a micro-batch beside which its set-up is little: room for so many is planned for, where
+rows are shorter."""
+
 
 def most_snapshots(spec: LoopSpec) -> int:
     """Return the snapshots that are in memory at a time: one more while another leaves."""
@@ -117,7 +121,8 @@ def no_prompts_come_in(stage_map: StageMap) -> UserError:
 def run_of(spec: LoopSpec, files: ModelFiles, ranks: int) -> RunSpec:
     """Return the run of one model of a loop on so many ranks, packed where the family allows it.
     Raises ``UserError`` where replicas do not divide the ranks."""
-    run = spec.run(pack=needed_shape(files).takes_packed, rows=FULL_PIPELINE * ranks)
+    rows = FULL_PIPELINE * ranks * max(1, LARGE_TOKENS // spec.loop.max_train_length)
+    run = spec.run(pack=needed_shape(files).takes_packed, rows=rows)
     return run.for_ranks(ranks // run.layout.across)
 
 

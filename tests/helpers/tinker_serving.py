@@ -6,7 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import tinker
 from tinker import types
 
+from shardmlx.api.requests import Service
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.uvicorn_thread import HttpServer
@@ -41,18 +42,9 @@ class TinkerServing:
     address: str
     service: OneProcessService
 
-    @contextmanager
-    def client(self) -> Iterator[tinker.ServiceClient]:
+    def client(self) -> AbstractContextManager[tinker.ServiceClient]:
         """The SDK's client, closed at the end."""
-        with warnings.catch_warnings():
-            # The SDK leaves the connections open by which it asks for its settings.
-            warnings.simplefilter("ignore", ResourceWarning)
-            one = tinker.ServiceClient(base_url=self.address, api_key=KEY)
-            assert one.holder.get_session_id()  # it begins its session now
-            one._rest_client()
-            gc.collect()
-        yield one
-        one.close("success").result()
+        return sdk(self.address)
 
     def post(self, path: str, body: Any = None, **how: Any) -> httpx.Response:
         """Post JSON as no SDK would; ``content`` and ``headers`` are other bodies."""
@@ -99,12 +91,24 @@ class TinkerServing:
 def serving_tinker(directory: Path, **how: Any) -> Iterator[TinkerServing]:
     """Serve as ``serve --train`` does, over the service of one process."""
     service = OneProcessService(directory)
+    try:
+        with serving_service(service, **how) as address:
+            yield TinkerServing(address, service)
+    finally:
+        service.close()
+
+
+@contextmanager
+def serving_service(
+    service: Service, *, most_tokens: int = MOST_TOKENS, **how: Any
+) -> Iterator[str]:
+    """Serve a service as ``serve --train`` does; give the address."""
     listener = bind("127.0.0.1", 0)
     names = ModelNames((MODEL,))
     routes = tinker_routes(
         service,
         names,
-        most_tokens=MOST_TOKENS,
+        most_tokens=most_tokens,
         max_body_bytes=MOST_BYTES,
         reporter=Reporter(quiet=True),
         **how,
@@ -121,10 +125,23 @@ def serving_tinker(directory: Path, **how: Any) -> Iterator[TinkerServing]:
     server = HttpServer(app, listener, no_http=NO_HTTP)
     server.start()
     try:
-        yield TinkerServing(server.address, service)
+        yield server.address
     finally:
-        service.close()
         server.stop(5)
+
+
+@contextmanager
+def sdk(address: str) -> Iterator[tinker.ServiceClient]:
+    """The SDK's client, closed at the end."""
+    with warnings.catch_warnings():
+        # The SDK leaves the connections open by which it asks for its settings.
+        warnings.simplefilter("ignore", ResourceWarning)
+        one = tinker.ServiceClient(base_url=address, api_key=KEY)
+        assert one.holder.get_session_id()  # it begins its session now
+        one._rest_client()
+        gc.collect()
+    yield one
+    one.close("success").result()
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:

@@ -28,6 +28,7 @@ from shardmlx.api.requests import (
     TakeSnapshot,
     UnloadModel,
 )
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
 from shardmlx.server.body_reader import BodyReader
@@ -55,7 +56,8 @@ SECONDS_OF_HEARTBEAT = 12.0
 """Seconds within which a client that lives is heard: the SDK sends a heartbeat every ten."""
 
 SECONDS_TO_MAKE_ROOM = 3 * SECONDS_OF_HEARTBEAT
-"""Seconds of silence after which a client's models make room for those of another one."""
+"""Seconds of silence after which a client's models make room for those of another one, and its
+samples end."""
 
 ATTEMPTS_PER_SNAPSHOT = 20
 SECONDS_BETWEEN_ATTEMPTS = 0.05
@@ -116,9 +118,12 @@ class Desk:
         write: Callable[[Any], Answer],
         on_end: Callable[[Promise], None] = lambda promise: None,
         nbytes: int = 0,
+        *,
+        is_sample: bool = False,
     ) -> Promise:
         """Return the future of a request, whose work ``begin`` starts. A request that comes again
-        has the same future. One that is refused has a future that fails."""
+        has the same future. One that is refused has a future that fails. One that ``is_sample``
+        ends while its client is silent."""
         known = self.promises.get(request_id)
         if known is not None and known.digest == digest:
             return known
@@ -135,7 +140,7 @@ class Desk:
             promise = self.promises.fail(Promise(request_id, session, digest), error)
             on_end(promise)
             return promise
-        promise = Promise(request_id, session, digest, nbytes)
+        promise = Promise(request_id, session, digest, nbytes, is_sample=is_sample)
         return self.promises.begin(promise, work, write, on_end)
 
     def queue(
@@ -260,6 +265,10 @@ class Desk:
         for session in self.registry.silent():
             self.reporter.say(f"Session {session.name}: its client has not been heard for long")
             self.end_session(session)
+        for session in self.registry.silent(SECONDS_TO_MAKE_ROOM):
+            if count := self.promises.give_up_samples(session.name):
+                ended = f"{plural(count, 'sample')} of it ended"
+                self.reporter.say(f"Session {session.name}: its client is silent, so {ended}")
         self._timer = None
         if self.registry.sessions:
             self._look_later()

@@ -32,6 +32,10 @@ class Promise:
     """Bytes that its request holds until it ends."""
     answer: Answer | None = None
     is_fetched: bool = False
+    is_sample: bool = False
+    """True if its work changes nothing, so that a client may ask for it again."""
+    is_given_up: bool = False
+    """True if its work was ended since its client is silent: it has no answer then."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -103,6 +107,20 @@ class Promises:
             self.cancel(promise.request_id)
             del self._all[promise.request_id]
 
+    def give_up_samples(self, session: str) -> int:
+        """End the samples of a silent client, and forget them; return their number. The SDK repeats
+        a request whose future is gone, if its client is heard again."""
+        found = [
+            each
+            for each in self._all.values()
+            if each.session == session and each.is_sample and each.answer is None
+        ]
+        for promise in found:
+            promise.is_given_up = True
+            self.cancel(promise.request_id)
+            del self._all[promise.request_id]
+        return len(found)
+
     def _forget_fetched(self) -> None:
         while self._fetched and self._fetched[0][0] < time.monotonic() - SECONDS_KEPT:
             self._all.pop(self._fetched.popleft()[1], None)
@@ -114,13 +132,16 @@ class Promises:
         write: Callable[[Any], Answer],
         on_end: Callable[[Promise], None],
     ) -> None:
+        answer: Answer | None
         try:
             result = await work
             answer = await asyncio.to_thread(write, result)
         except UserError as error:
             answer = failure(str(error), RequestErrorCategory.User)
         except asyncio.CancelledError:
-            answer = failure("the client cancelled it", RequestErrorCategory.User)
+            answer = None
+            if not promise.is_given_up:
+                answer = failure("the client cancelled it", RequestErrorCategory.User)
         except LoopEnded as error:
             said = f"{one_line(error)}: go on from the last saved state"
             answer = failure(said, RequestErrorCategory.Server)
@@ -130,6 +151,6 @@ class Promises:
         self._end(promise, answer)
         on_end(promise)
 
-    def _end(self, promise: Promise, answer: Answer) -> None:
+    def _end(self, promise: Promise, answer: Answer | None) -> None:
         promise.answer = answer
         promise.ended.set()

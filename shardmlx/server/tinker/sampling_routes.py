@@ -125,6 +125,7 @@ class SamplingRoutes:
             partial(self._begin, asked, sampler.snapshot),
             sample_answer,
             lambda promise: sampler.complete(clone, promise.request_id),
+            is_sample=True,
         )
         return _sample_response(promise, asked)
 
@@ -164,6 +165,7 @@ class SamplingRoutes:
         """Answer with the requests of a sampler that have ended since the last question."""
         asked, _ = await self._desk.read(request, FuturesRetrieveRequest)
         sampler = self._sampler(asked.target.sampling_session_id)
+        self._desk.registry.hear(sampler.session)
         for request_id in asked.retrieved_request_ids:
             self._desk.promises.forget(request_id)
         completions = sampler.completions[asked.target.cloned_sampler_id]

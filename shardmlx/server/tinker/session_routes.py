@@ -152,9 +152,12 @@ class SessionRoutes:
         promise = self._desk.promises.get(asked.request_id)
         if promise is None:
             return self._unknown(asked.request_id)
+        self._desk.registry.hear(promise.session)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SECONDS_OF_POLL):
                 await promise.ended.wait()
+        if promise.is_given_up:
+            return self._unknown(asked.request_id)
         if promise.answer is None:
             again = TryAgainResponse(request_id=promise.request_id, queue_state="active")
             return JSONResponse(again.model_dump(), 408)  # which the SDK tells nobody

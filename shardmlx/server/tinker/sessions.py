@@ -170,9 +170,15 @@ class Registry:
                 "its last saved state, with create_training_client_from_state_with_optimizer"
             )
 
-    def silent(self) -> list[Session]:
-        """Return the sessions whose clients were not heard for a while."""
-        long_ago = time.monotonic() - SECONDS_OF_SILENCE
+    def hear(self, name: str) -> None:
+        """Note that the client of a session asks for something, if the session goes on."""
+        if name in self.sessions:
+            self.sessions[name].heard = time.monotonic()
+
+    def silent(self, seconds: float | None = None) -> list[Session]:
+        """Return the sessions whose clients were not heard for so many seconds, by default for as
+        long as ends a session."""
+        long_ago = time.monotonic() - (SECONDS_OF_SILENCE if seconds is None else seconds)
         return [each for each in self.sessions.values() if each.heard < long_ago]
 
     def most_silent(self, spared: str) -> Session | None:
