@@ -36,7 +36,7 @@ from tinker import types
 client = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
 sampler = client.create_sampling_client(base_model=sys.argv[3])
 prompt = types.ModelInput.from_ints([10, 11, 12])
-sampler.sample(prompt, 4, types.SamplingParams(max_tokens=int(sys.argv[4]), stop=[])).result()
+sampler.sample(prompt, 400, types.SamplingParams(max_tokens=500, stop=[])).result()
 """
 
 
@@ -107,10 +107,9 @@ def test_the_samples_of_a_client_that_is_killed_end_and_others_curves_are_undist
         service = loop.service
         sampler = service.sampler
         assert sampler is not None
-        most = 4000
         watched = Watched(service)
-        with serving_service(watched, most_tokens=most + 8) as address:
-            command = [sys.executable, "-c", SAMPLES, address, KEY, MODEL, str(most)]
+        with serving_service(watched, most_tokens=sampler.context) as address:
+            command = [sys.executable, "-c", SAMPLES, address, KEY, MODEL]
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as killed:
 
                 def ask() -> None:
@@ -128,7 +127,7 @@ def test_the_samples_of_a_client_that_is_killed_end_and_others_curves_are_undist
                 thread.join()
         return sampler.is_idle and all(each.cancelled() for each in watched.samples)
 
-    assert on_ranks(2, small, work, cache_tokens=17000) is True
+    assert on_ranks(2, small, work) is True
     expected = oracle(small, [*ATTENTION, *MLP, "lm_head"], steps=STEPS)
     assert found == [pytest.approx(expected, rel=1e-5)]
 
@@ -148,12 +147,12 @@ def test_a_client_that_is_heard_again_is_told_to_repeat_its_sample(
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [10, 11]}]},
             "sampling_params": {"max_tokens": 1},
         }
-        served.service.ends.clear()
+        served.service.holds.clear()
         asked = {"request_id": served.post("asample", sample).json()["request_id"]}
         served.until(lambda: served.service.submitted[-1].cancelled())
         assert served.post("retrieve_future", asked).status_code == 410
         target = {"sampling_session_id": name, "cloned_sampler_id": 0}
         ended = served.post("retrieve_futures", {"target": target, "prev_cursor": 0}).json()
         assert [each["request_id"] for each in ended["completions"]] == [asked["request_id"]]
-        served.service.ends.set()
+        served.service.holds.set()
         assert served.result(served.post("asample", sample)).status_code == 200
