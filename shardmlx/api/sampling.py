@@ -97,9 +97,11 @@ class SamplingWorker:
         for worker in self._workers:
             del worker.adapters.by_number[number]
 
-    def has_llguidance(self) -> bool:
-        """Return whether llguidance is installed on this rank."""
-        return has_llguidance()
+    def takes_grammars(self) -> bool:
+        """Return whether this rank has llguidance, or needs none: it reads no requests, and does
+        not sample."""
+        samples = any(worker.part.is_last for worker in self._workers)
+        return has_llguidance() or not (self._transport.rank == 0 or samples)
 
     def keep_to(self, grammars: Grammars) -> None:
         """Let answers keep to grammars."""

@@ -92,9 +92,11 @@ class InferenceWorker(ModelWorker):
         self._run = replace(self.run, encoder=encoder, draft_model=drafter)
         return self._run
 
-    def has_llguidance(self) -> bool:
-        """Return whether llguidance is installed on this rank."""
-        return has_llguidance()
+    def takes_grammars(self) -> bool:
+        """Return whether this rank has llguidance, or needs none: it reads no requests, and does
+        not sample."""
+        reads_or_samples = self.transport.rank == 0 or self.run.part.is_last
+        return has_llguidance() or not reads_or_samples
 
     def keep_to(self, grammars: Grammars) -> None:
         """Let answers keep to grammars."""

@@ -18,10 +18,10 @@ from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.grammars import Grammars, grammars_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import usual_sampling
 from shardmlx.inference.setup import encoder_of
+from shardmlx.server.shared_grammars import share_grammars
 
 
 def run_loop(config: ServeConfig, transport: Transport, reporter: Reporter, blas: Blas) -> None:
@@ -69,7 +69,8 @@ def _answer(
     assert sampler is not None, "its plan has answers"
     reporter = crew.worker.reporter
     sampling = usual_sampling(config, encoder.tokenizer)
-    grammars = _share_grammars(crew, encoder)
+    sampling_crew = crew.part(SamplingWorker, "sampling")
+    grammars = share_grammars(sampling_crew, encoder, crew.worker.opened.shape.vocab_size)
     server = RequestServer(
         config,
         crew.transport,
@@ -102,14 +103,3 @@ def _answer(
 
     server.run(listeners, generate, routes)
     server.end()
-
-
-def _share_grammars(crew: Crew[LoopWorker], encoder: PromptEncoder) -> Grammars | None:
-    """Let answers keep to grammars, where all ranks have llguidance; return these, or None."""
-    sampling = crew.part(SamplingWorker, "sampling")
-    if not all(sampling.all(SamplingWorker.has_llguidance)):
-        return None
-    grammars = grammars_of(encoder, crew.worker.opened.shape.vocab_size)
-    if grammars is not None:
-        sampling.all(SamplingWorker.keep_to, grammars)
-    return grammars

@@ -17,7 +17,6 @@ from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, file_access
-from shardmlx.inference.grammars import grammars_of
 from shardmlx.inference.prefix_cache import KeptPrefix
 from shardmlx.inference.prefix_files import place_of
 from shardmlx.inference.prompts import PromptEncoder
@@ -25,6 +24,7 @@ from shardmlx.inference.setup import later_stages, prepare, run_inference, typic
 from shardmlx.inference.worker import InferenceWorker
 from shardmlx.planning.facts.job_facts import GenerationLoad
 from shardmlx.server.loop_server import run_loop
+from shardmlx.server.shared_grammars import share_grammars
 
 if TYPE_CHECKING:
     from shardmlx.server.request_queue import RequestQueue
@@ -65,7 +65,8 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         return load
 
     prepare(config, crew, read)
-    _share_grammars(crew)
+    run = crew.worker.run
+    grammars = share_grammars(crew, run.prompts, run.shape.vocab_size)
     prefixes: list[KeptPrefix] = []
     if config.prefix_cache_dir is not None:
         place = _open_prefix_files(crew, config.prefix_cache_dir)
@@ -80,7 +81,6 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         if prefixes:
             first_stage.restore(prefixes)
             reporter.say(f"Prefix cache: {first_stage.kept_tokens} tokens read from the disk")
-        grammars = prepared.grammars
         server = RequestServer(
             config,
             crew.transport,
@@ -97,17 +97,6 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         server.run(listeners, generate)
         first_stage.stop()
     server.end()
-
-
-def _share_grammars(crew: Crew[InferenceWorker]) -> None:
-    """Let answers keep to grammars, where the first and the last rank have llguidance."""
-    have = crew.all(InferenceWorker.has_llguidance)
-    if not (have[0] and have[-1]):
-        return
-    run = crew.worker.run
-    grammars = grammars_of(run.prompts, run.shape.vocab_size)
-    if grammars is not None:
-        crew.all(InferenceWorker.keep_to, grammars)
 
 
 def _open_prefix_files(crew: Crew[InferenceWorker], directory: str) -> Path:

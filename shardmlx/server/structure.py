@@ -177,7 +177,8 @@ class Structure:
             )
         if complaint is None:
             raise refused(
-                f"{param} needs llguidance on the first and the last rank: pip install llguidance",
+                f"{param} needs llguidance on rank 0, and on ranks of the last stage: pip install "
+                "llguidance there",
                 param,
                 "unsupported_parameter",
             )
