@@ -36,6 +36,9 @@ LAUNCHED = "OMPI_SHARDMLX_LAUNCHED"
 names a file for ``tell_launch``, of a name that no other job has. mpirun passes on to other hosts
 what begins with OMPI_."""
 
+EARLIER_END = "OMPI_SHARDMLX_EARLIER_END"
+"""Variable in which ``shardmlx.launch`` tells a job that it starts again how the last one ended."""
+
 BEGUN = "begun"
 """Word for launch that rank 0 has begun, which its process id follows."""
 

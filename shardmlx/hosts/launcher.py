@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
-from shardmlx.common.environment import find_home, keep_awake
+from shardmlx.common.environment import EARLIER_END, find_home, keep_awake
 from shardmlx.common.formatting import plural
 from shardmlx.common.hang_up import outlive_readers
 from shardmlx.common.passed_stdin import pass_stdin_on
@@ -35,7 +35,7 @@ from shardmlx.hosts.launch_options import (
 )
 from shardmlx.hosts.leftovers import SECONDS_FOR_A_HOST, end_here, end_there, name_of
 from shardmlx.hosts.mpirun import check_path, mpirun_path, settings_for
-from shardmlx.hosts.output_relay import SaidByRank0
+from shardmlx.hosts.output_relay import LastWords, SaidByRank0
 from shardmlx.hosts.reachability import at_once, check_hosts, is_local, local_hosts
 from shardmlx.hosts.remote_login import Login, RemoteLogin
 from shardmlx.hosts.supervisor import STOPPED_IN_ORDER, StartLimit, Supervisor
@@ -140,6 +140,8 @@ class Launcher:
     checked: HostCheck = field(default_factory=HostCheck)
     _answering: tuple[str, ...] = ()
     """The hosts that answered before the last start."""
+    _earlier_end: str = ""
+    """How the last start of a server of loops ended, which the next one tells its clients."""
 
     def run(self) -> int:
         launch = self.launch
@@ -253,13 +255,18 @@ class Launcher:
         own = local_hosts(hosts)
         elsewhere = [host for host in hosts if host not in own]
         seconds = self.launch.timeout
+        last_words = LastWords() if self.launch.of_loops else None
         ended = self.supervisor.run(
             words,
             said,
             ranks_here=not elsewhere,
             rank_0_here=hosts[0] not in elsewhere,
             limit=StartLimit(seconds, self._why_no_rank_begins) if elsewhere else None,
+            last_words=last_words,
+            variables={EARLIER_END: self._earlier_end} if self._earlier_end else {},
         )
+        if last_words is not None:
+            self._earlier_end = last_words.why
         if elsewhere:
             name = name_of(ended.pid, socket.gethostname())
             end_here(name)  # a login on a host that is cut off would wait for it

@@ -16,12 +16,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from shardmlx.common.environment import BEGUN
 from shardmlx.common.hang_up import write_all
 
 SECONDS_OF_REST = 0.2  # without output, after mpirun's end, in which all has been read
 _BYTES = 1 << 16
+_KEPT_BYTES = 1 << 14  # of the end of stderr, in which the last words stand
+
+# What JobShutdown says, and what PRRTE 3 does, which breaks its line somewhere.
+_FAILURE = re.compile(r"^shardmlx: failed: (.+)$", re.MULTILINE)
+_LOST = re.compile(
+    r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
+)
 
 
 class SaidByRank0:
@@ -81,6 +89,58 @@ class SaidByRank0:
         return self._heard
 
 
+class _Filter(Protocol):
+    """What output passes through on its way."""
+
+    def taken_out_of(self, data: bytes) -> bytes:
+        """Return the part of output that goes on now."""
+
+    def rest(self) -> bytes:
+        """Return what was held back."""
+
+
+class LastWords:
+    """The end of what a job says on stderr, in which it tells which rank was lost: the ranks
+    themselves, or mpirun, which may end them before they can."""
+
+    def __init__(self) -> None:
+        self._end = b""
+
+    def taken_out_of(self, data: bytes) -> bytes:
+        """Return output, all of which is passed on, and keep the end of it."""
+        self._end = (self._end + data)[-_KEPT_BYTES:]
+        return data
+
+    def rest(self) -> bytes:
+        """Return nothing: no output is held back."""
+        return b""
+
+    @property
+    def why(self) -> str:
+        """The reason in one line, empty where nobody has told one."""
+        text = self._end.decode(errors="replace")
+        if failures := _FAILURE.findall(text):
+            return str(failures[-1])
+        if lost := _LOST.search(text):
+            rank, host, number = lost.groups()
+            return f"rank {rank} on {host} was ended by signal {number}"
+        return ""
+
+
+class _Both:
+    """The words for launch in output, and the last words in the same."""
+
+    def __init__(self, said: SaidByRank0, last: LastWords) -> None:
+        self._said = said
+        self._last = last
+
+    def taken_out_of(self, data: bytes) -> bytes:
+        return self._last.taken_out_of(self._said.taken_out_of(data))
+
+    def rest(self) -> bytes:
+        return self._said.rest()
+
+
 class OutputRelay:
     """Pipes for a process's stdout and stderr, where they are needed, which ``with`` carries on.
 
@@ -88,17 +148,26 @@ class OutputRelay:
     has no reader, this process is sent SIGHUP, and the rest of the output is dropped.
     """
 
-    def __init__(self, said: SaidByRank0, *, listens: bool) -> None:
-        """Make the pipes; if ``listens``, words of rank 0 may come in the output."""
+    def __init__(
+        self, said: SaidByRank0, *, listens: bool, last_words: LastWords | None = None
+    ) -> None:
+        """Make the pipes; if ``listens``, words of rank 0 may come in the output. The
+        ``last_words`` are kept of stderr."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._ours: list[int] = []
         self._abandoned = False
-        self.stdout = self._pipe(1, said) if listens or _may_break(1) else None
-        if _may_break(2):
-            # One pipe for both, where both go to one, keeps the order of lines.
-            together = self.stdout is not None and os.path.sameopenfile(1, 2)
-            self.stderr = self.stdout if together else self._pipe(2, None)
+        keeps = last_words is not None
+        # One pipe for both, where both go to one, keeps the order of lines.
+        together = _are_one(1, 2)
+        of_stdout: _Filter = said
+        if together and last_words is not None:
+            of_stdout = _Both(said, last_words)
+        is_piped = listens or _may_break(1) or (together and keeps)
+        self.stdout = self._pipe(1, of_stdout) if is_piped else None
+        if keeps or _may_break(2):
+            together = together and self.stdout is not None
+            self.stderr = self.stdout if together else self._pipe(2, last_words)
         else:
             self.stderr = None
 
@@ -127,7 +196,7 @@ class OutputRelay:
             os.close(fd)
         self._ours.clear()
 
-    def _pipe(self, target: int, said: SaidByRank0 | None) -> int:
+    def _pipe(self, target: int, said: _Filter | None) -> int:
         source, end = os.pipe()
         self._ours.append(end)
         thread = threading.Thread(
@@ -138,7 +207,7 @@ class OutputRelay:
         return end
 
 
-def _carry(source: int, target: int, said: SaidByRank0 | None, ended: Callable[[], bool]) -> None:
+def _carry(source: int, target: int, said: _Filter | None, ended: Callable[[], bool]) -> None:
     """Carry output from one file descriptor to another, until it ends, or until the process has
     ended: one that it left behind may keep the other end open."""
     while True:
@@ -160,6 +229,13 @@ def _carry(source: int, target: int, said: SaidByRank0 | None, ended: Callable[[
 def _pass_on(target: int, data: bytes) -> None:
     with contextlib.suppress(OSError):  # closed, or a full disk: mpirun itself would go on
         write_all(target, data)
+
+
+def _are_one(fd: int, other: int) -> bool:
+    """Return whether two outputs go to one file or terminal."""
+    with contextlib.suppress(OSError):  # one of them is closed
+        return os.path.sameopenfile(fd, other)
+    return False
 
 
 def _may_break(fd: int) -> bool:

@@ -11,8 +11,9 @@ import subprocess
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 
@@ -21,7 +22,7 @@ from shardmlx.common.hang_up import say_line
 from shardmlx.distributed.processes import SECONDS_BETWEEN_SIGNALS, SIGNALS_THAT_END, process_state
 from shardmlx.distributed.signals import SECONDS_OF_HANGING_UP
 from shardmlx.errors import Stopped
-from shardmlx.hosts.output_relay import OutputRelay, SaidByRank0
+from shardmlx.hosts.output_relay import LastWords, OutputRelay, SaidByRank0
 
 ASK_TO_STOP = signal.SIGUSR1
 """Signal that asks for an ordered stop. Rank 0 gets it, and tells the others: mpirun would forward
@@ -183,19 +184,22 @@ class Supervisor:
         ranks_here: bool = False,
         rank_0_here: bool = True,
         limit: StartLimit | None = None,
+        last_words: LastWords | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Ended:
         """Run a command, whose rank 0 tells ``said`` its words. An mpirun all of whose ranks were
         its children, ``ranks_here``, is ended once they are gone; one of other hosts, if it has no
-        rank at its ``limit``."""
+        rank at its ``limit``. The ``last_words`` are kept of its stderr, and ``variables`` are set
+        in its environment."""
         self._is_starting = True
         ended = threading.Event()
         # In a session of its own, mostly: a terminal sends Ctrl-C to all processes of a group, but
         # only this one is to get it.
         with (
-            OutputRelay(said, listens=not rank_0_here) as relay,
+            OutputRelay(said, listens=not rank_0_here, last_words=last_words) as relay,
             subprocess.Popen(
                 command,
-                env=os.environ | {LAUNCHED: str(said.path)} | self._terminal(),
+                env={**os.environ, **variables, LAUNCHED: str(said.path), **self._terminal()},
                 stdin=None if self._control.reads_stdin else subprocess.DEVNULL,
                 stdout=relay.stdout,
                 stderr=relay.stderr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -11,7 +12,7 @@ from shardmlx.api.sampling import SamplingWorker
 from shardmlx.api.service import TrainService
 from shardmlx.api.setup import prepare, serve_loop
 from shardmlx.api.worker import LoopWorker
-from shardmlx.common.environment import Blas
+from shardmlx.common.environment import EARLIER_END, Blas
 from shardmlx.common.http_listener import bind_both, trusted_hosts
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
@@ -87,6 +88,7 @@ def _answer(
         most_tokens=sampler.context,
         max_body_bytes=config.max_body,
         reporter=reporter,
+        earlier_end=os.environ.get(EARLIER_END, ""),
         tokenizer=None if trusted_hosts(listeners[0]) is None else config.source.model,
     )
 

@@ -124,6 +124,6 @@ def test_a_lost_rank_is_the_servers_fault(client: tinker.ServiceClient, served: 
     served.running.until(lambda: bool(sampler._futures_poller and sampler._futures_poller._events))
     served.running.kill_rank(1, signal.SIGKILL)
     # The new server tells it where rank 0 was ended before its answer went out.
-    with pytest.raises(tinker.RequestFailedError, match=r"rank 1|earlier start") as caught:
+    with pytest.raises(tinker.RequestFailedError, match="rank 1") as caught:
         pending.result()
     assert caught.value.category is types.RequestErrorCategory.Server

@@ -15,6 +15,7 @@ from shardmlx.server.tinker.checkpoint_routes import CheckpointRoutes
 from shardmlx.server.tinker.desk import Desk
 from shardmlx.server.tinker.sampling_routes import SamplingRoutes
 from shardmlx.server.tinker.session_routes import SessionRoutes
+from shardmlx.server.tinker.sessions import Registry
 from shardmlx.server.tinker.training_routes import TrainingRoutes
 
 
@@ -26,13 +27,23 @@ def tinker_routes(
     max_body_bytes: int,
     reporter: Reporter,
     tokenizer: str | None = None,
+    earlier_end: str = "",
 ) -> list[BaseRoute]:
     """Return the routes of Tinker's API over a ``service`` for the model of these names.
 
     A prompt and its answer have ``most_tokens`` together at most, a body ``max_body_bytes``, packed
-    or not. ``tokenizer`` is where clients find it; None for the model's name.
+    or not. ``tokenizer`` is where clients find it; None for the model's name. ``earlier_end`` tells
+    how the start before this one ended, of which clients may ask still.
     """
-    desk = Desk(service, names, most_tokens, BodyReader(max_body_bytes), reporter, tokenizer)
+    desk = Desk(
+        service,
+        names,
+        most_tokens,
+        BodyReader(max_body_bytes),
+        reporter,
+        tokenizer,
+        Registry(earlier_end),
+    )
     return [
         *SessionRoutes(desk).routes,
         *TrainingRoutes(desk).routes,

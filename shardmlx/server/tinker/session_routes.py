@@ -169,8 +169,8 @@ class SessionRoutes:
             # The SDK repeats a request whose future is gone.
             raise ApiError(410, f"the future {shown(request_id)} has expired, or never was")
         answer = failure(
-            "the server was started anew, and this request ended with the earlier start: go on "
-            "from the last saved state",
+            f"{self._desk.registry.started_anew}, and this request ended with the earlier start: "
+            "go on from the last saved state",
             types.RequestErrorCategory.Server,
         )
         return Response(answer.content, media_type=answer.media_type)

@@ -122,8 +122,11 @@ class Registry:
     """The sessions, models, samplers and snapshots that there are. Everything is called on the
     event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier_end: str = "") -> None:
+        """``earlier_end`` tells how the start before this one ended, if that is known."""
         self._start = secrets.token_hex(4)
+        after = f" after {earlier_end}" if earlier_end else ""
+        self.started_anew = f"the server was started anew{after}"
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, SamplingSession] = {}
@@ -166,8 +169,8 @@ class Registry:
     def _refuse_earlier(self, name: str) -> None:
         if self.is_earlier(name):
             raise StartedAnew(
-                f"the server was started anew, and has {shown(name)} in memory no more: go on from "
-                "its last saved state, with create_training_client_from_state_with_optimizer"
+                f"{self.started_anew}, and has {shown(name)} in memory no more: go on from its "
+                "last saved state, with create_training_client_from_state_with_optimizer"
             )
 
     def hear(self, name: str) -> None:

@@ -76,3 +76,45 @@ def test_all_output_comes_in_its_order_and_a_child_that_stays_is_not_waited_for(
     )
     assert done.returncode == 7
     assert done.stdout.splitlines() == [f"{each} {i}" for i in (1, 2, 3) for each in ("out", "err")]
+
+
+KEEPING = """
+import pathlib, subprocess, sys
+from shardmlx.hosts.output_relay import LastWords, OutputRelay, SaidByRank0
+last = LastWords()
+said = SaidByRank0(pathlib.Path("/nowhere/at/all"))
+with OutputRelay(said, listens=False, last_words=last) as relay:
+    with subprocess.Popen(["sh", "-c", sys.argv[1]], stdout=relay.stdout, stderr=relay.stderr):
+        relay.started()
+print("why:", last.why or "unknown")
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            "prterun noticed that process rank 1 with PID 77 on node mac-b exited on\\nsignal 9",
+            "rank 1 on mac-b was ended by signal 9",
+        ),
+        (
+            "shardmlx: failed: rank 2 on mac-c died\\nprterun noticed that process rank 0 with PID "
+            "8 on node mac-a exited on signal 15",
+            "rank 2 on mac-c died",
+        ),
+        ("a warning", ""),
+    ],
+    ids=["mpirun", "a rank", "nobody"],
+)
+def test_what_a_job_said_of_its_end_on_stderr_is_kept_and_passed_on(said: str, why: str) -> None:
+    """Where stderr is a file of its own, and where it is that of stdout."""
+    script = f"echo begins; printf '{said}\\n' >&2"
+    for together in (False, True):
+        command = [sys.executable, "-c", KEEPING, script]
+        stderr = subprocess.STDOUT if together else subprocess.PIPE
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=True
+        )
+        assert done.stdout.splitlines()[-1] == f"why: {why or 'unknown'}"
+        assert said.replace("\\n", "\n") in (done.stdout if together else done.stderr)
+        assert done.stdout.startswith("begins\n")

@@ -47,9 +47,8 @@ ELSEWHERE = {
     # MLX has one group a process: tests/mpi/test_tensor_shares.py.
     *("ModelWorker.join_group", "TrainWorker.share_layers"),
     # They serve: tests/unit/server, tests/mpi/test_serve_train.py.
-    *("InferenceWorker.content", "InferenceWorker.prefix_faults", "InferenceWorker.keep_to"),
-    *("InferenceWorker.open_prefix_files", "InferenceWorker.takes_grammars"),
-    *("InferenceWorker.limit_silence", "SamplingWorker.takes_grammars", "SamplingWorker.keep_to"),
+    *("InferenceWorker.content", "InferenceWorker.prefix_faults", "InferenceWorker.limit_silence"),
+    *("InferenceWorker.open_prefix_files", "AnswersWorker.takes_grammars", "AnswersWorker.keep_to"),
     # After ten minutes without a command.
     "LoopWorker.keep_alive",
     # A model that drafts by its own head: tests/unit/inference.
