@@ -164,7 +164,7 @@ class DropSnapshot:
     snapshot: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplePrompt:
     """Generate ``count`` answers to a prompt by a ``snapshot``, or by the base if it is None.
 
@@ -190,6 +190,9 @@ class SamplePrompt:
     top_prompt_logprobs: int = 0
     last_prompt_tokens: int | None = None
     """The number of last tokens of the prompt whose log-probabilities are wanted; None for all."""
+    other_tokens: np.ndarray | None = None
+    """Ids (T - 1, n) of other tokens, in the places of the prompt's T after its first, whose
+    log-probabilities are wanted; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,12 +219,14 @@ class SampledAnswer:
 class SampleResult:
     """The answers to a prompt. ``prompt_logprobs`` (length of the prompt,) float32 are NaN where
     none was computed, as at the first token. ``cached`` counts the prompt's tokens that were taken
-    from the prefix cache."""
+    from the prefix cache. ``other_logprobs`` are those of the ``other_tokens`` that were asked for,
+    float32 of their shape, 0 where that is -1."""
 
     answers: Sequence[SampledAnswer]
     prompt_logprobs: np.ndarray | None = None
     top_prompt: TopTokens | None = None
     cached: int = 0
+    other_logprobs: np.ndarray | None = None
 
 
 class LoopEnded(RuntimeError):

@@ -126,14 +126,21 @@ class SamplingWorker:
         return FirstStage(first, scheduler, prefixes, later=later)
 
     @together
-    def score(self, sequences: Sequences, number: int, top: int) -> list[Scores]:
-        """Return, on rank 0, the scores of sequences by an adapter of this number, or by none."""
+    def score(
+        self,
+        sequences: Sequences,
+        number: int,
+        top: int,
+        others: Sequence[np.ndarray | None],
+    ) -> list[Scores]:
+        """Return, on rank 0, the scores of sequences by an adapter of this number, or by none, as
+        ``Scorer.score``."""
         with ExitStack() as holding:
             parts = [
                 holding.enter_context(worker.adapters.computing(number)) for worker in self._workers
             ]
             scorer = Scorer(self._transport, parts, SCORED_ROWS, self._chunk, self._route)
-            return scorer.score(sequences, top)
+            return scorer.score(sequences, top, others)
 
 
 @dataclass(slots=True)
@@ -203,6 +210,10 @@ class _Asked:
         answers = [each.result(request.top_logprobs) for each in self.answers.values()]
         if self.scores is None:
             return SampleResult(answers, cached=self.cached)
+        of_others = None
+        if request.other_tokens is not None:
+            is_wanted = request.other_tokens >= 0
+            of_others = np.where(is_wanted, self.scores.of_others, 0.0).astype(np.float32)
         # Nothing comes before the first token.
         logprobs = np.concatenate([[np.nan], self.scores.logprobs]).astype(np.float32)
         wanted = request.last_prompt_tokens or len(request.tokens)
@@ -216,7 +227,7 @@ class _Asked:
             of_top[is_left_out] = np.nan
             top = TopTokens(ids, of_top)
         given = logprobs if request.prompt_logprobs else None
-        return SampleResult(answers, given, top, self.cached)
+        return SampleResult(answers, given, top, self.cached, of_others)
 
 
 class Stream(Protocol):
@@ -304,11 +315,15 @@ class Sampler:
         ``UserError`` if the request is wrong."""
         self._check(request)
         asked = _Asked(request, adapter, future)
-        if request.prompt_logprobs or request.top_prompt_logprobs:
+        others = request.other_tokens
+        if request.prompt_logprobs or request.top_prompt_logprobs or others is not None:
             asked.needs_scores = len(request.tokens) > 1
             if not asked.needs_scores:
                 nothing = np.zeros((0, request.top_prompt_logprobs))
-                asked.scores = Scores(np.zeros(0), np.zeros(0), nothing.astype(np.int32), nothing)
+                none = np.zeros(0 if others is None else others.shape)
+                asked.scores = Scores(
+                    np.zeros(0), np.zeros(0), nothing.astype(np.int32), nothing, none
+                )
             else:
                 self._to_score.append(asked)
         length = len(request.tokens)
@@ -387,6 +402,24 @@ class Sampler:
             raise UserError(
                 f"prompt_logprobs_last_n is {last}, of {plural(len(tokens), 'token')}",
                 "give it from 1 to the tokens before the last one",
+            )
+        if request.other_tokens is not None:
+            self._check_others(request.other_tokens, len(tokens) - 1)
+
+    def _check_others(self, others: np.ndarray, places: int) -> None:
+        """Raise ``UserError`` if the other tokens of a request are wrong."""
+        name = "target_prompt_logprobs"
+        if others.ndim != 2 or len(others) != places or others.shape[1] > MOST_TOP:
+            raise UserError(
+                f"{name} has the shape {list(others.shape)}",
+                f"give it {places} rows, one for each token of the prompt but the first, of "
+                f"{MOST_TOP} ids at most",
+            )
+        if others.size and (others.min() < -1 or others.max() >= self._vocabulary):
+            wrong = others.min() if others.min() < -1 else others.max()
+            raise UserError(
+                f"{name} has token {wrong}, and the vocabulary ends with {self._vocabulary - 1}",
+                "give ids of the vocabulary, or -1 for none",
             )
 
     def _number(self, asked: _Asked) -> int:
@@ -475,14 +508,21 @@ class Sampler:
         top = max(each.request.top_prompt_logprobs for each in mine)
         self.pause()
         sequences = [[*map(int, each.request.tokens)] for each in mine]
-        scores = self._crew.all(SamplingWorker.score, sequences, adapter, top)[0]
+        # Something is computed where nothing is wanted.
+        others = [
+            None if each.request.other_tokens is None else np.maximum(each.request.other_tokens, 0)
+            for each in mine
+        ]
+        scores = self._crew.all(SamplingWorker.score, sequences, adapter, top, others)[0]
         for asked, found in zip(mine, scores, strict=True):
             wanted = asked.request.top_prompt_logprobs
+            count = 0 if asked.request.other_tokens is None else asked.request.other_tokens.shape[1]
             asked.scores = Scores(
                 found.logprobs,
                 found.is_likeliest,
                 found.top[:, :wanted],
                 found.top_logprobs[:, :wanted],
+                found.of_others[:, :count],
             )
             asked.needs_scores = False
             self._tell(asked)

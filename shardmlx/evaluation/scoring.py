@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
@@ -30,12 +30,34 @@ Sequences = Sequence[Sequence[int]]
 class Scores:
     """Log-probabilities of tokens after a sequence's first, and which are likeliest: (T - 1,). In
     the places of these, the likeliest k tokens, ``top``, int32 (T - 1, k), and their
-    log-probabilities ``top_logprobs``, the likeliest first."""
+    log-probabilities ``top_logprobs``, the likeliest first, and those of other tokens that were
+    asked for, ``of_others`` (T - 1, n)."""
 
     logprobs: np.ndarray
     is_likeliest: np.ndarray
     top: np.ndarray
     top_logprobs: np.ndarray
+    of_others: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked for beside the log-probabilities of the tokens themselves: the ``top``
+    likeliest, and ``others`` of each sequence, ids (T - 1, n), or None."""
+
+    top: int
+    others: Sequence[np.ndarray | None]
+
+    def of_batch(self, batch: Sequence[int], length: int) -> np.ndarray:
+        """Return the other tokens of some sequences, int32 (rows, ``length``, most n), with 0
+        behind."""
+        given = [self.others[i] for i in batch] if self.others else []
+        most = max((each.shape[1] for each in given if each is not None), default=0)
+        found = np.zeros((len(batch), length, most), np.int32)
+        for row, each in enumerate(given):
+            if each is not None:
+                found[row, : each.shape[0], : each.shape[1]] = each
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +98,22 @@ class Scorer:
         self._sharing = self._route.mesh.sharing(transport.rank)
         self._outbox = Outbox(transport)
 
-    def score(self, sequences: Sequences, top: int = 0) -> list[Scores]:
-        """Return, on rank 0, the sequences' scores, with the ``top`` likeliest tokens. All ranks
-        score the same ones."""
+    def score(
+        self,
+        sequences: Sequences,
+        top: int = 0,
+        others: Sequence[np.ndarray | None] = (),
+    ) -> list[Scores]:
+        """Return, on rank 0, the sequences' scores, with the ``top`` likeliest tokens, and those of
+        ``others`` at each place after the first: ids (T - 1, n) of each sequence, or None. All
+        ranks score the same ones."""
         has_part = self._transport.rank < self._route.mesh.size
-        mine = self._scored(sequences, top) if has_part else {}
+        mine = self._scored(sequences, _Asked(top, others)) if has_part else {}
         everyone = self._transport.gather(mine, what="scores")
         end = self._route.end
         return [] if everyone is None else [everyone[end][i] for i in range(len(sequences))]
 
-    def _scored(self, sequences: Sequences, top: int) -> dict[int, Scores]:
+    def _scored(self, sequences: Sequences, asked: _Asked) -> dict[int, Scores]:
         """Return the scores of sequences by number, on ranks of the last stage."""
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
@@ -97,7 +125,8 @@ class Scorer:
             tokens = of_batches[number]
             now_due = due
             due = self._receive(of_batches[number + 1]) if number + 1 < len(batches) else {}
-            scores = self._compute(f"scoring, batch {number}", tokens, now_due, top)
+            others = asked.of_batch(batch, tokens.shape[1] - 1)
+            scores = self._compute(f"scoring, batch {number}", tokens, now_due, asked.top, others)
             if scores is None:
                 continue
             for row, i in enumerate(batch):
@@ -107,7 +136,12 @@ class Scorer:
         return mine
 
     def _compute(
-        self, doing: str, tokens: np.ndarray, due: Mapping[int, _Due], top: int
+        self,
+        doing: str,
+        tokens: np.ndarray,
+        due: Mapping[int, _Due],
+        top: int,
+        others: np.ndarray,
     ) -> list[np.ndarray] | None:
         """Compute a batch on all hops of this rank, of which some are ``due`` hidden states; return
         the fields of ``Scores``, on ranks of the last hop."""
@@ -127,7 +161,7 @@ class Scorer:
                 hidden = mx.contiguous(part(x, attention_chunk=self._chunk))
                 mx.eval(hidden)
             if part.is_last:
-                scores = self._scores(part, hidden, tokens[:, 1:], top)
+                scores = self._scores(part, hidden, tokens[:, 1:], top, others)
             else:
                 taker = self._route.taker(hop, rank)
                 self._outbox.send(hidden, taker, HIDDEN_TAG, doing)
@@ -147,11 +181,18 @@ class Scorer:
         return due
 
     def _scores(
-        self, part: Slice, hidden: mx.array, targets: np.ndarray, top: int
+        self,
+        part: Slice,
+        hidden: mx.array,
+        targets: np.ndarray,
+        top: int,
+        others: np.ndarray,
     ) -> list[np.ndarray]:
-        """Return the fields of ``Scores`` for ``targets``, each (rows, T) or (rows, T, top)."""
+        """Return the fields of ``Scores`` for ``targets`` (rows, T) and ``others`` (rows, T, n),
+        each (rows, T) or (rows, T, top) or (rows, T, n)."""
         found: list[list[np.ndarray]] = []
         wanted = mx.array(targets)
+        wanted_too = mx.array(others)
         positions = max(1, self._chunk // len(targets))  # logits are large
         for start in range(0, hidden.shape[1], positions):
             here = slice(start, start + positions)
@@ -163,8 +204,10 @@ class Scorer:
             if top:
                 likeliest = mx.argsort(-logprobs, axis=-1)[..., :top].astype(mx.int32)
             of_likeliest = mx.take_along_axis(logprobs, likeliest, axis=-1)
-            mx.eval(own, is_own, likeliest, of_likeliest)
-            found.append([np.array(each) for each in (own, is_own, likeliest, of_likeliest)])
+            of_others = mx.take_along_axis(logprobs, wanted_too[:, here], axis=-1)
+            arrays = (own, is_own, likeliest, of_likeliest, of_others)
+            mx.eval(arrays)
+            found.append([np.array(each) for each in arrays])
         return [np.concatenate(each, axis=1) for each in zip(*found, strict=True)]
 
 

@@ -91,6 +91,28 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
         known = [*answers.prompt_logprobs[1:], *answer.logprobs]
         np.testing.assert_allclose(row["logprobs"].to_numpy()[: len(known)], known, atol=1e-4)
 
+    tokens = [*PROMPT.to_ints(), *answers.sequences[0].tokens]
+    dense = types.TensorData.from_numpy(np.array([[each, -1] for each in tokens[1:]]))
+    sparse = types.TensorData(
+        data=tokens[-1:],
+        dtype="int64",
+        shape=[len(tokens) - 1, 2],
+        sparse_crow_indices=[0] * (len(tokens) - 1) + [1],
+        sparse_col_indices=[1],
+    )
+    for asked, places in ((dense, slice(None)), (sparse, slice(-1, None))):
+        given = sampler.sample(
+            types.ModelInput.from_ints(tokens),
+            1,
+            types.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            target_prompt_logprobs=asked,
+        ).result()
+        assert given.target_prompt_logprobs is not None
+        assert given.prompt_logprobs is not None
+        found = np.array(given.target_prompt_logprobs.data).reshape(-1, 2 if asked is dense else 1)
+        np.testing.assert_allclose(found[:, 0], given.prompt_logprobs[1:][places], atol=1e-5)
+
     path = model.save_state("warm").result().path
     again = client.create_training_client_from_state_with_optimizer(path).result()
     same = [each.forward(ROWS, "cross_entropy").result().metrics for each in (model, again)]

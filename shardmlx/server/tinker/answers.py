@@ -71,8 +71,8 @@ def step_answer(metrics: Mapping[str, float]) -> Answer:
     return as_json(types.OptimStepResponse(metrics=dict(metrics)))
 
 
-def sample_answer(result: SampleResult) -> Answer:
-    """Return the answers to a prompt."""
+def sample_answer(asked: types.SampleRequest, result: SampleResult) -> Answer:
+    """Return the answers to a prompt, in the layout in which log-probabilities were ``asked``."""
     response = wire.SampleResponse(prompt_cache_hit_tokens=result.cached)
     for each in result.answers:
         _add_sequence(response, each)
@@ -80,6 +80,20 @@ def sample_answer(result: SampleResult) -> Answer:
         response.prompt_logprobs = result.prompt_logprobs.astype(np.float32).tobytes()
     if result.top_prompt is not None:
         _fill_table(response.topk_prompt_logprobs, result.top_prompt)
+    given = asked.target_prompt_logprobs
+    if given is not None and result.other_logprobs is not None:
+        tensor = response.target_prompt_logprobs
+        tensor.dtype = wire.DTYPE_FLOAT32
+        tensor.shape.extend(result.other_logprobs.shape)
+        if given.sparse_crow_indices is None:
+            tensor.dense = result.other_logprobs.tobytes()
+        else:
+            begins = np.array(given.sparse_crow_indices, np.int64)
+            places = np.array(given.sparse_col_indices, np.int64)
+            rows = np.repeat(np.arange(len(begins) - 1), np.diff(begins))
+            tensor.sparse_csr.crow_indices = begins.tobytes()
+            tensor.sparse_csr.col_indices = places.tobytes()
+            tensor.sparse_csr.values = result.other_logprobs[rows, places].tobytes()
     return Answer(PROTOBUF, response.SerializeToString())
 
 

@@ -29,6 +29,9 @@ MOST_ROWS = 1024
 MOST_SAMPLES = 1024
 """Answers to one prompt."""
 
+MOST_OTHERS = 256
+"""Tokens at each place of a prompt whose log-probabilities are asked for by their ids."""
+
 MOST_TOP = 20
 """Likeliest tokens at a place."""
 
@@ -187,15 +190,27 @@ def _array(tensor: wire.Tensor, where: str, most_bytes: int) -> np.ndarray:
 
 def _dense(csr: wire.SparseCsr, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
     """Return a sparse matrix with 0 where it has nothing. Raises ``ValueError``, ``IndexError``."""
-    rows, columns = shape
     values = np.frombuffer(csr.values, dtype)
     begins = np.frombuffer(csr.crow_indices, np.int64)
     places = np.frombuffer(csr.col_indices, np.int64)
+    return _dense_of(values, begins, places, shape, 0)
+
+
+def _dense_of(
+    values: np.ndarray,
+    begins: np.ndarray,
+    places: np.ndarray,
+    shape: tuple[int, ...],
+    nothing: int,
+) -> np.ndarray:
+    """Return a matrix of compressed rows, with ``nothing`` where it has none. Raises as
+    ``_dense``."""
+    rows, columns = shape
     counts = np.diff(begins)
     fits = len(counts) == rows and begins[0] == 0 and begins[-1] == len(values) == len(places)
     if not fits or (counts < 0).any() or (places < 0).any() or (places >= columns).any():
         raise ValueError("its indices are wrong")
-    dense = np.zeros(shape, dtype)
+    dense = np.full(shape, nothing, values.dtype)
     dense[np.repeat(np.arange(rows), counts), places] = values
     return dense
 
@@ -263,7 +278,36 @@ def prompt_of(message: types.SampleRequest, snapshot: str | None, most_tokens: i
         prompt_logprobs=bool(message.prompt_logprobs),
         top_prompt_logprobs=message.topk_prompt_logprobs,
         last_prompt_tokens=message.prompt_logprobs_last_n,
+        other_tokens=_others_of(message, len(tokens) - 1),
     )
+
+
+def _others_of(message: types.SampleRequest, places: int) -> np.ndarray | None:
+    """Return the tokens of ``target_prompt_logprobs`` at so many places, with -1 where there are
+    none. Raises ``UserError``."""
+    given = message.target_prompt_logprobs
+    if given is None:
+        return None
+    name = "target_prompt_logprobs"
+    shape = given.shape or []
+    if given.dtype != "int64" or len(shape) != 2:
+        raise UserError(f"{name} is {given.dtype} of shape {shown(shape)}", "send int64, 2-D")
+    if min(shape) < 0 or shape[1] > MOST_OTHERS:
+        raise UserError(f"{name}: its shape is {shown(shape)}", f"at most {MOST_OTHERS} columns")
+    if shape[0] != places:
+        raise UserError(
+            f"{name} has {shape[0]} rows", "send one for each token of the prompt but the first"
+        )
+    values = np.array(given.data, np.int64)
+    try:
+        if given.sparse_crow_indices is None:
+            return values.reshape(shape)
+        begins = np.array(given.sparse_crow_indices, np.int64)
+        columns = np.array(given.sparse_col_indices or [], np.int64)
+        return _dense_of(values, begins, columns, (shape[0], shape[1]), -1)
+    except (ValueError, IndexError):
+        problem = f"{name}: its values do not fill the shape {shown(shape)}"
+        raise UserError(problem, "send as many as it has places") from None
 
 
 def tokens_of(prompt: types.ModelInput) -> list[int]:
@@ -283,9 +327,6 @@ def _refuse_unknown_extras(message: types.SampleRequest) -> None:
     if message.record_stability_info:
         problem = "record_stability_info: this server has no stable_reinforce, its only use"
         raise UserError(problem, "leave it out, and train with another loss")
-    if message.target_prompt_logprobs is not None:
-        problem = "target_prompt_logprobs: only the prompt's own tokens and the likeliest are told"
-        raise UserError(problem, "ask for topk_prompt_logprobs, or use forward with target_tokens")
     if message.prompt_alt_tokens_k:
         problem = "prompt_alt_tokens_k: this server draws no other tokens for a prompt"
         raise UserError(problem, "leave it out")

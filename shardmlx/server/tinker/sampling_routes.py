@@ -123,7 +123,7 @@ class SamplingRoutes:
             sampler.session,
             digest,
             partial(self._begin, asked, sampler.snapshot),
-            sample_answer,
+            partial(sample_answer, asked),
             lambda promise: sampler.complete(clone, promise.request_id),
             is_sample=True,
         )
@@ -140,7 +140,7 @@ class SamplingRoutes:
             "",
             digest,
             partial(self._begin, asked, snapshot),
-            sample_answer,
+            partial(sample_answer, asked),
         )
         return _sample_response(promise, asked)
 

@@ -245,6 +245,7 @@ def test_ranks_of_other_replicas_wait() -> None:
 @pytest.mark.parametrize("placement", [[0, 1], V, PLACEMENTS["interleaved"], [0, 0]], ids=str)
 def test_prompts_are_scored_by_their_own_snapshot(placement: list[int]) -> None:
     scales = {1: 0.4}
+    others = np.random.RandomState(0).randint(-1, VOCABULARY, (len(LONG) - 1, 4))
 
     def work(sampler: Sampler, crew: Crew[Ranks]) -> list[SampleResult]:
         how = SamplePrompt(
@@ -253,6 +254,7 @@ def test_prompts_are_scored_by_their_own_snapshot(placement: list[int]) -> None:
             prompt_logprobs=True,
             top_prompt_logprobs=3,
             last_prompt_tokens=30,
+            other_tokens=others,
         )
         asked = [ask(sampler, how, adapter) for adapter in (0, 1, 0)]
         asked.append(ask(sampler, SamplePrompt([7], max_tokens=1, prompt_logprobs=True)))
@@ -269,6 +271,9 @@ def test_prompts_are_scored_by_their_own_snapshot(placement: list[int]) -> None:
         assert result.prompt_logprobs is not None
         assert np.isnan(result.prompt_logprobs).tolist() == [True] * 10 + [False] * 30
         assert np.allclose(result.prompt_logprobs[10:], own[9:], atol=1e-4)
+        of_others = np.where(others < 0, 0, np.take_along_axis(theirs, others.clip(0), axis=1))
+        assert result.other_logprobs is not None
+        assert np.allclose(result.other_logprobs, of_others, atol=1e-4)
         assert result.top_prompt is not None
         assert result.top_prompt.ids.shape == (len(LONG), 3)
         assert result.top_prompt.ids[10:].tolist() == np.argsort(-theirs, axis=1)[9:, :3].tolist()

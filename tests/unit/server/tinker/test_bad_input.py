@@ -311,7 +311,15 @@ def test_models_that_cannot_be_made(
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, "record_stability_info"),
         (
-            {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
+            {"target_prompt_logprobs": {"data": [1, 1], "dtype": "int64", "shape": [2, 1]}},
+            "target_prompt_logprobs has 2 rows",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [1, 1], "dtype": "int64", "shape": [1, 1]}},
+            "target_prompt_logprobs",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [1, 10**9]}},
             "target_prompt_logprobs",
         ),
     ],
