@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 RANKS = 2
 CLIENTS = 4
+SHORT = 8
+"""Short steps, or samples, of a turn."""
+
 LORA_RANK = 8
 TRAIN, GENERATE, LOOP = "train", "generate", "loop"
 
@@ -55,6 +58,7 @@ class Loop:
         self._models = [client.create_model(rank=LORA_RANK, unembed=False) for _ in range(CLIENTS)]
         self._rows = rows_of(client, options.data, options.length)[: options.rows]
         self._few = self._rows[: options.few]
+        self._brief = [{name: values[:8] for name, values in self._rows[0].items()}]
         self._prompts = random_prompts(options.prompts, options.length // 2)
         self._tokens = options.tokens
         self._turns = 0
@@ -62,6 +66,9 @@ class Loop:
             "train": self._train,
             "sample": self._sample,
             "train and sample": self._alternate,
+            "short steps": partial(self._shortly, ("train",)),
+            "short samples": partial(self._shortly, ("sample",)),
+            "short ones by turns": partial(self._shortly, ("train", "sample")),
             "one after the other": self._one_by_one,
             "at once": self._at_once,
         }
@@ -90,6 +97,18 @@ class Loop:
     def _alternate(self) -> None:
         self._train()
         self._sample()
+
+    def _shortly(self, kinds: Sequence[str]) -> None:
+        # So little of each that the change between them is not lost beside it.
+        for _ in range(SHORT):
+            if "train" in kinds:
+                for each in step(self._models[0], self._brief):
+                    each.result()
+            if "sample" in kinds:
+                self._turns += 1
+                prompt = [1 + self._turns % 500, *self._prompts[0][1:8]]
+                call = self._client.sample(prompt, max_tokens=2, temperature=0.0, stop_ids=())
+                call.result()
 
     def _one_by_one(self) -> None:
         for model in self._models:
@@ -185,7 +204,9 @@ def own_loop(bench: Bench) -> None:
       train           shardmlx.train with the same rows, stages and schedule
       loop, sample    answers of 48 tokens to 8 prompts of 32, greedy
       generate        the same prompts through stages by themselves
-      loop, both      a step, then the answers: what it takes longer than both alone is the change
+      loop, both      a step, then the answers: what it takes longer than both alone
+      short ones      8 steps of a row of 8 tokens, 8 answers of 2 tokens, and these by turns: what
+                      these take longer is the change between the two, for each step
       four clients    a LoRA and a few rows each, one after the other, and at once
     """
     work = work_of(bench)
@@ -201,7 +222,11 @@ def own_loop(bench: Bench) -> None:
             prompts = (work["prompts"], work["length"] // 2, work["tokens"])
             return float(by_name[GENERATE].turn(prompts)[0]["all"])
 
-        names = ("train", "sample", "train and sample", "one after the other", "at once")
+        names = (
+            *("train", "sample", "train and sample"),
+            *("short steps", "short samples", "short ones by turns"),
+            *("one after the other", "at once"),
+        )
         works: dict[str, Callable[[], float]] = {TRAIN: steps, GENERATE: answers}
         works |= {f"loop, {name}": partial(asked, loop, name) for name in names}
         for _ in range(bench.rounds):
@@ -226,11 +251,16 @@ def show(bench: Bench, found: dict[str, list[float]]) -> None:
     train, sample, both = (
         found[f"loop, {each}"] for each in ("train", "sample", "train and sample")
     )
-    change = [c - a - b for a, b, c in zip(train, sample, both, strict=True)]
+    short = [
+        found[f"loop, {each}"] for each in ("short steps", "short samples", "short ones by turns")
+    ]
+    more = [c - a - b for a, b, c in zip(train, sample, both, strict=True)]
+    change = [(c - a - b) / SHORT for a, b, c in zip(*short, strict=True)]
     ratios = (
         ("tokens/s of forward_backward beside train", found[TRAIN], train, 0.95, False),
         ("samples/s beside generate", found[GENERATE], sample, 0.9, False),
         ("change between the two, of a step", change, train, 0.02, True),
+        ("a step and samples, longer than both alone, of a step", more, train, 0.02, True),
         (
             f"{CLIENTS} clients at once beside one after the other",
             found["loop, one after the other"],

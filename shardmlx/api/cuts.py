@@ -113,7 +113,7 @@ def _several(row: LossRow) -> int:
 def _microbatch(rows: Sequence[LossRow], loss: TokenLoss, plan: LoopPlan) -> MicroBatch:
     lengths = np.array([_length(row) for row in rows])
     width = min(padded_width(int(lengths.max()) + 1), plan.most_length + 1)
-    # Packing costs a mask of its own, and no graph that is compiled fits.
+    # Packing costs a mask, which rows without padding do not need.
     packs = plan.pack and int(lengths.min()) + 1 < width
     tokens = np.zeros((len(rows), width), np.int32)
     for row, given in enumerate(rows):
