@@ -64,8 +64,8 @@ class Plan:
         are proved to end. Raises ``UserError`` if the schedule cannot run so many."""
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
         order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-        placement = self.stage_map.placement
-        return _proved_grid(self.schedule, order, placement, self.trainable, microbatches)
+        grid = _proved_grid(self.schedule, self.mesh.pp, virtual, self.trainable, microbatches)
+        return tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
 
     @property
     def actions(self) -> Grid:
@@ -117,17 +117,13 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def _proved_grid(
-    schedule: str,
-    order: tuple[int, ...],
-    placement: tuple[int, ...],
-    trainable: tuple[bool, ...],
-    microbatches: int,
+    schedule: str, pp: int, virtual: int, trainable: tuple[bool, ...], microbatches: int
 ) -> Grid:
-    """Return lowered actions that cannot deadlock; rank r of the schedule is rank ``order[r]``."""
-    pp = len(order)
-    grid = compute_actions(schedule, pp, microbatches, len(placement) // pp)
-    placed = tuple(grid[order.index(rank)] for rank in range(pp))
-    lowered = lower(placed, placement, trainable)
+    """Return lowered actions that cannot deadlock, by the ranks of the schedule: stage maps that
+    number these otherwise share the proof."""
+    placement = get_schedule(schedule).placement(pp, virtual)
+    grid = compute_actions(schedule, pp, microbatches, virtual)
+    lowered = lower(grid, placement, trainable)
     validate(lowered, placement, trainable)
     return lowered
 

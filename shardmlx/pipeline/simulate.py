@@ -58,13 +58,10 @@ class Simulation:
     ``spans[rank]`` are its compute actions with start and end. The time of a rank has three parts,
     the same as in a training run's report: ``busy[rank]`` computing, ``exposed[rank]`` waiting for
     messages that were already made, and the bubble, waiting for others to compute.
-    ``peak_in_flight[rank]`` is the most stage-micro-batches with activations at once: from F to the
-    end of the backward, or of a separate W.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     makespan: float
-    peak_in_flight: tuple[int, ...]
     busy: tuple[float, ...]
     exposed: tuple[float, ...]
 
@@ -75,6 +72,12 @@ class Simulation:
             tuple((str(action), start, end) for action, start, end in of_rank)
             for of_rank in self.spans
         )
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """The most stage-micro-batches of each rank with activations at once: from F to the end of
+        the backward, or of a separate W."""
+        return tuple(_most_in_flight([action for action, _, _ in spans]) for spans in self.spans)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
@@ -113,7 +116,7 @@ def simulate(
     spans, exposed = _run(compute, placement, of_stage, occupied, delayed)
     makespan = max((actions[-1][2] for actions in spans if actions), default=0.0)
     busy = tuple(math.fsum(end - start for _, start, end in actions) for actions in spans)
-    return Simulation(spans, makespan, peak_in_flight=_peaks(compute), busy=busy, exposed=exposed)
+    return Simulation(spans, makespan, busy, exposed)
 
 
 def simulate_schedule(
@@ -212,21 +215,18 @@ def _run(
     return tuple(map(tuple, spans)), tuple(exposed)
 
 
-def _peaks(grid: Grid) -> tuple[int, ...]:
-    """Count the most stage-micro-batches in flight on each rank, which depends on its own order."""
-    peaks = []
-    for actions in grid:
-        ends: dict[tuple[int, int], int] = {}  # index of the last backward action
-        for index, action in enumerate(actions):
-            if action.kind is not F:
-                ends[action.stage, action.microbatch] = index
-        held = peak = 0
-        for index, action in enumerate(actions):
-            key = (action.stage, action.microbatch)
-            if action.kind is F:
-                held += key in ends  # without backward nothing is held
-                peak = max(peak, held)
-            elif ends[key] == index:
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+def _most_in_flight(actions: Sequence[Action]) -> int:
+    """Count the most stage-micro-batches in flight on a rank, which depends on its own order."""
+    ends: dict[tuple[int, int], int] = {}  # index of the last backward action
+    for index, action in enumerate(actions):
+        if action.kind is not F:
+            ends[action.stage, action.microbatch] = index
+    held = most = 0
+    for index, action in enumerate(actions):
+        key = (action.stage, action.microbatch)
+        if action.kind is F:
+            held += key in ends  # without backward nothing is held
+            most = max(most, held)
+        elif ends[key] == index:
+            held -= 1
+    return most

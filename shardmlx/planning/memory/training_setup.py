@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, FineTune, Savings
@@ -34,11 +34,11 @@ class MeasuredRatios(NamedTuple):
     kinds: tuple[Ratios, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
     """Facts that decide training's memory: ``dp`` replicas, micro-batches ``rows`` x ``length``."""
 
-    workload: Workload
+    workload: Workload = field(hash=False)  # it has dictionaries
     rows: int
     length: int
     dp: int = 1

@@ -194,9 +194,12 @@ def predict_seconds(plan: Plan, workload: Workload, cluster: Cluster, length: in
     number of micro-batches."""
     setup = cluster.setup(workload, plan.micro_batch_rows, length, plan.mesh.dp)
     messages = Messages(plan, workload, cluster, memory_of_stages(plan, setup))
-    slowest = max(_pipelines(messages, length), key=lambda each: each.makespan)
+    pipelines = _pipelines(messages, length)
+    makespans = [each.makespan for each in pipelines]
+    longest = max(makespans)
+    slowest = pipelines[makespans.index(longest)]
     update = _update_seconds(messages, _seconds_of_ranks(plan, slowest.stages))
-    return slowest.makespan + _reduce_seconds(messages) + update
+    return longest + _reduce_seconds(messages) + update
 
 
 def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Prediction:
