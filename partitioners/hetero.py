@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
-from shardmlx.partitioners.problem import Problem
+from shardmlx.partitioners.problem import LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 MAX_PLACINGS = 10_240
@@ -222,36 +223,34 @@ class Orders:
 class Tables:
     """A problem as arrays, by kinds of machines.
 
-    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` and ``peaks[stage]``,
-    in bytes, are inf for impossible stages; ``links`` has the round trip from each kind to each.
-    ``peaks`` is None if memory is unknown, and ``capacity[kind]`` is the limit.
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf for impossible
+    stages, and ``fits[stage][kind]`` False for those without room, or None if memory is unknown;
+    ``links`` has the round trip from each kind to each.
     """
 
     time: Array
     links: Array
-    peaks: Array | None
-    capacity: Array
+    fits: list[list[NDArray[np.bool_]]] | None
 
     @classmethod
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
         """Return the tables of a problem, for machines of these kinds."""
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
-        stages = range(problem.num_stages)
-        of_all = set().union(*(_ranges(problem, stage) for stage in stages))
-        times = [_table(problem, of_all, problem.costs[rank].total) for rank in ranks]
-        peaks = None
+        times = [_times(problem.costs[rank], problem.num_stages) for rank in ranks]
+        fits = None
         if not all(map(math.isinf, problem.capacity)):
-            peaks = np.stack([_peaks(problem, stage) for stage in stages])
+            memories = [problem.capacity[rank] for rank in ranks]
+            fits = [_fits(problem, stage, memories) for stage in range(problem.num_stages)]
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
-        return cls(np.stack(times), links, peaks, np.array(problem.capacity)[ranks])
+        return cls(np.stack(times), links, fits)
 
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
         """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
         allowed = self.time[kind] <= limit
-        if self.peaks is not None:
-            allowed &= self.peaks[stage] <= self.capacity[kind]
+        if self.fits is not None:
+            allowed &= self.fits[stage][kind]
         return np.where(allowed, self.time[kind], math.inf)
 
     def arriving(self, least: Array, stage: int, kind: int) -> Array:
@@ -259,41 +258,43 @@ class Tables:
         return least + self.links[:, kind, None] if stage > 0 else least
 
 
-def _ranges(problem: Problem, stage: int) -> list[tuple[int, int]]:
-    """Return the layers that a stage may have, so that every other stage has some."""
+@lru_cache(maxsize=64)
+def _times(costs: LayerCosts, num_stages: int) -> Array:
+    """Return the times of stages by [width, stop]; inf of those that leave others no layer."""
+    num_layers = len(costs.layers)
+    widest = num_layers - (num_stages - 1)
+    table = np.full((num_layers + 1,) * 2, math.inf)
+    for stop in range(1, num_layers + 1):
+        for start in range(max(0, stop - widest), stop):
+            table[stop - start, stop] = costs.total(start, stop)
+    return table
+
+
+def _fits(problem: Problem, stage: int, memories: Sequence[float]) -> list[NDArray[np.bool_]]:
+    """Return, for machines with these bytes, which stages have room, by [width, stop]."""
+    ends = {memory: _ends_that_fit(problem, stage, memory) for memory in {*memories}}
+    stops = np.arange(problem.num_layers + 1)
+    starts = stops - stops[:, None]
+    return [(starts >= 0) & (stops <= ends[memory][starts]) for memory in memories]
+
+
+def _ends_that_fit(problem: Problem, stage: int, memory: float) -> NDArray[np.intp]:
+    """Return, by the first layer of a stage, where the longest that fits ends; 0 if none does."""
     after = problem.num_stages - 1 - stage
     most = problem.num_layers - after
-    starts = range(stage, most) if stage > 0 else [0]
-    return [
-        (start, stop)
-        for start in starts
-        for stop in (range(start + 1, most + 1) if after else [most])
-    ]
-
-
-def _table(
-    problem: Problem, ranges: Iterable[tuple[int, int]], value: Callable[[int, int], float]
-) -> Array:
-    """Return the values of ranges of layers by [width, stop], inf of all others."""
-    table = np.full((problem.num_layers + 1,) * 2, math.inf)
-    for start, stop in ranges:
-        table[stop - start, stop] = value(start, stop)
-    return table
-
-
-def _peaks(problem: Problem, stage: int) -> Array:
-    """Return the bytes of a stage by [width, stop], inf where they are more than any machine has:
-    more layers never hold less."""
-    table = np.full((problem.num_layers + 1,) * 2, math.inf)
-    most, full = max(problem.capacity), -1  # the lowest layer of stages that are known to be full
-    for start, stop in _ranges(problem, stage):
-        if start == full:
-            continue
-        held = problem.held(stage, start, stop)
-        table[stop - start, stop] = held
-        if held > most:
-            full = start
-    return table
+    ends = np.zeros(problem.num_layers + 1, np.intp)
+    stop = 0
+    # More layers never hold less. So the search goes on where that for the start before has ended.
+    for start in range(stage, most) if stage > 0 else [0]:
+        first = start + 1 if after else most  # the last stage ends with the model
+        stop = max(stop, first - 1)
+        while stop < most and problem.held(stage, start, stop + 1) <= memory:
+            stop += 1
+        while stop >= first and problem.held(stage, start, stop) > memory:
+            stop -= 1
+        if stop >= first:
+            ends[start] = stop
+    return ends
 
 
 class Path(NamedTuple):

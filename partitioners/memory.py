@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.errors import UserError
@@ -36,16 +35,18 @@ def memory(problem: Problem) -> StageMap:
 def evenly_full(problem: Problem) -> Partition:
     """Return the partition whose fullest machine is least full, even if it does not fit.
 
-    A stage that begins with the lowest trained layer may hold less than one that begins above it,
+    A stage that begins with the first trained layer may hold less than one that begins above it,
     which keeps gradients from I to W. It counts as much as that one, since more layers must not be
     lighter.
     """
+    above = problem.first_trained + 1
     budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
 
-    @cache
     def load(stage: int, start: int, stop: int) -> float:
-        own = problem.held(stage, start, stop) / budgets[stage]
-        return own if start + 1 == stop else max(own, load(stage, start + 1, stop))
+        held = problem.held(stage, start, stop)
+        if start < above < stop:
+            held = max(held, problem.held(stage, above, stop))
+        return held / budgets[stage]
 
     return evenest(problem.num_layers, problem.num_stages, load)
 

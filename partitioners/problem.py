@@ -52,8 +52,11 @@ class Problem:
     sizes: LayerCosts
     """Bytes of the parameters."""
     peak: Callable[[int, int, int], float] | None = None
-    """Peak bytes of a stage with layers start to stop: (stage, start, stop) -> bytes.
-    More layers never hold less, and the stages of one rank add up."""
+    """Peak bytes of a stage with layers start to stop: (stage, start, stop) -> bytes. The stages of
+    one rank add up, and more layers never hold less, but for the ``first_trained``."""
+    first_trained: int = 0
+    """The lowest layer with a backward pass: a stage that begins with it may hold less than one
+    that begins above it, which has a gradient for the stage below."""
     capacity: tuple[float, ...] = ()
     """Bytes that each pipeline rank has; ``inf`` if unknown."""
     transfer: tuple[tuple[float, ...], ...] = ()

@@ -91,6 +91,7 @@ def _problem(draft: Plan, workload: Workload, facts: PlanFacts, length: int) -> 
         costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
         peak=None if all(map(math.isinf, capacity)) else PeaksOfLayers(draft, setup, facts.beside),
+        first_trained=workload.first_trained,
         capacity=capacity,
         transfer=between_ranks(mesh, partial(_transfer, cluster, setup.message)),
         microbatches=draft.microbatches,
