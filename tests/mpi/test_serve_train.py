@@ -46,14 +46,20 @@ def served(
         yield Served(running)
 
 
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[tinker.ServiceClient]:
+def new_client(served: Served) -> tinker.ServiceClient:
+    """The SDK's client, in a session of its own."""
     with warnings.catch_warnings():
         # The SDK leaves the connection open by which it asks for its settings.
         warnings.simplefilter("ignore", ResourceWarning)
         one = tinker.ServiceClient(base_url=served.url, api_key=KEY)
         assert one.holder.get_session_id()
         gc.collect()
+    return one
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[tinker.ServiceClient]:
+    one = new_client(served)
     yield one
     one.holder.close()
 
@@ -137,15 +143,18 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
 
 
 @pytest.mark.parametrize("served", ["2 ranks"], indirect=True)
-def test_a_lost_rank_is_the_servers_fault(client: tinker.ServiceClient, served: Served) -> None:
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_lost_rank_is_the_servers_fault(rank: int, served: Served) -> None:
+    client = new_client(served)
     sampler = client.create_sampling_client(base_model=MODEL).result()
     assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences
     long = types.SamplingParams(max_tokens=500, stop=[])
     pending = sampler.sample(PROMPT, 500, long)
     # The SDK can be told once it waits for the answer.
     served.running.until(lambda: bool(sampler._futures_poller and sampler._futures_poller._events))
-    served.running.kill_rank(1, signal.SIGKILL)
+    served.running.kill_rank(rank, signal.SIGKILL)
     # The new server tells it where rank 0 was ended before its answer went out.
-    with pytest.raises(tinker.RequestFailedError, match="rank 1") as caught:
+    with pytest.raises(tinker.RequestFailedError, match=f"rank {rank}") as caught:
         pending.result()
+    client.holder.close()
     assert caught.value.category is types.RequestErrorCategory.Server

@@ -25,7 +25,7 @@ from shardmlx.errors import UserError
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.tinker.answers import sample_answer
 from shardmlx.server.tinker.checkpoints import path_of, state_of
-from shardmlx.server.tinker.desk import Desk, future_response, json_response
+from shardmlx.server.tinker.desk import MOST_OPEN, Desk, future_response, json_response
 from shardmlx.server.tinker.promises import Promise
 from shardmlx.server.tinker.reading import prompt_of
 from shardmlx.server.tinker.sessions import HeldSnapshot, SamplingSession, StartedAnew
@@ -35,6 +35,9 @@ SECONDS_OF_POLL = 30.0
 
 NUMBERS_OF_CLONE = 1_000_000_000
 """The SDK numbers the requests of each clone of a sampling client from a multiple of it."""
+
+ALL_ENDED = 1 << 50
+"""Cursor of a client that was told that all its requests of an earlier start have ended."""
 
 
 class SamplingRoutes:
@@ -164,7 +167,10 @@ class SamplingRoutes:
     async def _completions(self, request: HttpRequest) -> Response:
         """Answer with the requests of a sampler that have ended since the last question."""
         asked, _ = await self._desk.read(request, FuturesRetrieveRequest)
-        sampler = self._sampler(asked.target.sampling_session_id)
+        name = asked.target.sampling_session_id
+        if self._desk.registry.is_earlier(name) and asked.prev_cursor < ALL_ENDED:
+            return self._ended_earlier(asked)
+        sampler = self._sampler(name)
         self._desk.registry.hear(sampler.session)
         for request_id in asked.retrieved_request_ids:
             self._desk.promises.forget(request_id)
@@ -182,6 +188,16 @@ class SamplingRoutes:
             completions=[self._completion(each) for each in ended], cursor=completions.cursor
         )
         return json_response(answer)
+
+    def _ended_earlier(self, asked: FuturesRetrieveRequest) -> Response:
+        """Answer that all requests have failed that a client may have open since an earlier start
+        of the server. It then asks for each result, and is told why."""
+        first = asked.target.cloned_sampler_id * NUMBERS_OF_CLONE
+        seen = asked.prev_cursor
+        numbers = range(first + max(0, seen - MOST_OPEN), first + seen + MOST_OPEN)
+        ids = [f"{asked.target.sampling_session_id}:{number}" for number in numbers]
+        failed: list[FutureCompletion] = [FutureFailed(request_id=each) for each in ids]
+        return json_response(FuturesRetrieveResponse(completions=failed, cursor=ALL_ENDED))
 
     def _completion(self, request_id: str) -> FutureCompletion:
         promise = self._desk.promises.get(request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,13 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
 from shardmlx.server.tinker.reading import MOST_ROWS
-from tests.helpers.tinker_serving import MODEL, MOST_BYTES, TinkerServing, datum
+from tests.helpers.tinker_serving import (
+    MODEL,
+    MOST_BYTES,
+    TinkerServing,
+    datum,
+    serving_tinker,
+)
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +368,23 @@ def test_ids_of_an_earlier_start_of_the_server(served: TinkerServing) -> None:
     assert "create_training_client_from_state_with_optimizer" in result["error"]
     result = served.post("retrieve_future", {"request_id": f"{model}:7"}).json()
     assert result["category"] == "server"
+    sampler = "00000000-0123456789ab:sample:0"
+    asked = {
+        "target": {"sampling_session_id": sampler, "cloned_sampler_id": 2},
+        "prev_cursor": 3,
+    }
+    ended = served.post("retrieve_futures", asked).json()
+    states = {each["request_id"]: each["state"] for each in ended["completions"]}
+    assert {states[f"{sampler}:{2_000_000_000 + number}"] for number in range(100)} == {"failed"}
+    again = served.post("retrieve_futures", {**asked, "prev_cursor": ended["cursor"]})
+    assert again.status_code == 410
+
+
+def test_who_asks_for_results_of_an_earlier_start_hears_how_that_ended(tmp_path: Path) -> None:
+    with serving_tinker(tmp_path, earlier_end="rank 1 on mac-b died") as served:
+        asked = {"request_id": "00000000-0123456789ab:sample:0:0"}
+        result = served.post("retrieve_future", asked).json()
+    assert (result["category"], "rank 1 on mac-b died" in result["error"]) == ("server", True)
 
 
 def test_a_wrong_key(served: TinkerServing) -> None:
