@@ -8,7 +8,13 @@ A partitioner takes a ``Problem`` and returns a ``StageMap``, or raises ``UserEr
 from __future__ import annotations
 
 from shardmlx.partitioners.evenest import balanced, uniform
-from shardmlx.partitioners.hetero import NoOrderFitsError, fastest_order, hetero, step_cost
+from shardmlx.partitioners.hetero import (
+    NoOrderFitsError,
+    fastest_in_order,
+    fastest_order,
+    hetero,
+    step_cost,
+)
 from shardmlx.partitioners.installed import PARTITIONERS, PartitionerNames, get_partitioner
 from shardmlx.partitioners.memory import DoesNotFitError, memory
 from shardmlx.partitioners.problem import LayerCosts, Partitioner, Problem
@@ -25,6 +31,7 @@ __all__ = [
     "Problem",
     "StageMap",
     "balanced",
+    "fastest_in_order",
     "fastest_order",
     "get_partitioner",
     "hetero",

@@ -48,13 +48,17 @@ def step_cost(problem: Problem, stage_map: StageMap) -> float:
     """Return the predicted time of one step, in the unit of ``problem.costs``.
 
     One micro-batch passes through every stage, and its messages there and back; the others
-    follow at the pace of the slowest rank: sum + transfers + (m - 1) max.
+    follow at the pace of the slowest rank: sum + transfers + (m - 1) max. So does what passes
+    ``once``.
     """
     busy = [0.0] * problem.pp
+    once = 0.0
     for rank, (start, stop) in zip(stage_map.placement, stage_map.partition.ranges, strict=True):
         busy[rank] += problem.costs[rank].total(start, stop)
+        if problem.once:
+            once += problem.once[rank].total(start, stop)
     links = [problem.round_trip(a, b) for a, b in pairwise(stage_map.placement) if a != b]
-    return math.fsum((*busy, *links, (problem.microbatches - 1) * max(busy)))
+    return math.fsum((*busy, *links, once, (problem.microbatches - 1) * max(busy)))
 
 
 def hetero(problem: Problem) -> StageMap:
@@ -81,9 +85,20 @@ def fastest_order(problem: Problem) -> StageMap:
             "use a schedule with one stage a rank, like 1f1b, or balanced",
         )
     kinds = kinds_of(problem)
+    return _fastest(problem, kinds, orders_to_try(problem, kinds))
+
+
+def fastest_in_order(problem: Problem) -> StageMap:
+    """Minimise ``step_cost``, exactly, over partitions alone: machines keep their places, with one
+    stage each. ``NoOrderFitsError``, at once, if nothing fits."""
+    kinds = kinds_of(problem)
+    return _fastest(problem, kinds, (given_order(problem, kinds),))
+
+
+def _fastest(problem: Problem, kinds: Kinds, tried: Sequence[Orders]) -> StageMap:
     tables = Tables.of(problem, kinds)
     answer: tuple[float, Path] | None = None
-    for orders in orders_to_try(problem, kinds):
+    for orders in tried:
         answer = _search(tables, orders, problem.microbatches, answer)
     if answer is None:
         raise NoOrderFitsError(problem)
@@ -140,12 +155,17 @@ def _search(
 
 def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
     """Return the given order, then all orders unless there are too many."""
-    kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
-    given = Orders.of([[kind_of[rank]] for rank in problem.placement], kinds)
+    given = given_order(problem, kinds)
     nodes = math.prod(len(ranks) + 1 for ranks in kinds)
     if len(kinds) == 1 or len(kinds) * nodes > MAX_PLACINGS:
         return (given,)
     return given, Orders.of([range(len(kinds))] * problem.pp, kinds)
+
+
+def given_order(problem: Problem, kinds: Kinds) -> Orders:
+    """Return the order of a problem's placement alone."""
+    kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
+    return Orders.of([[kind_of[rank]] for rank in problem.placement], kinds)
 
 
 def kinds_of(problem: Problem) -> Kinds:
@@ -162,6 +182,8 @@ def kinds_of(problem: Problem) -> Kinds:
 
 def _are_alike(problem: Problem, a: int, b: int) -> bool:
     if problem.costs[a] != problem.costs[b] or problem.capacity[a] != problem.capacity[b]:
+        return False
+    if problem.once and problem.once[a] != problem.once[b]:
         return False
     others = set(range(problem.pp)) - {a, b}
     return all(problem.round_trip(a, each) == problem.round_trip(b, each) for each in others)
@@ -223,12 +245,14 @@ class Orders:
 class Tables:
     """A problem as arrays, by kinds of machines.
 
-    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf for impossible
-    stages, and ``fits[stage][kind]`` False for those without room, or None if memory is unknown;
-    ``links`` has the round trip from each kind to each.
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]``, of a micro-batch, and
+    ``whole[kind]``, with what passes once, are inf for impossible stages; ``fits[stage][kind]`` is
+    False for those without room, or None if memory is unknown. ``links`` has the round trip from
+    each kind to each.
     """
 
     time: Array
+    whole: Array
     links: Array
     fits: list[list[NDArray[np.bool_]]] | None
 
@@ -237,21 +261,26 @@ class Tables:
         """Return the tables of a problem, for machines of these kinds."""
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
-        times = [_times(problem.costs[rank], problem.num_stages) for rank in ranks]
+        times = np.stack([_times(problem.costs[rank], problem.num_stages) for rank in ranks])
+        whole = times
+        if problem.once:
+            once = [_times(problem.once[rank], problem.num_stages) for rank in ranks]
+            whole = times + np.stack(once)
         fits = None
         if not all(map(math.isinf, problem.capacity)):
             memories = [problem.capacity[rank] for rank in ranks]
             fits = [_fits(problem, stage, memories) for stage in range(problem.num_stages)]
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
-        return cls(np.stack(times), links, fits)
+        return cls(times, whole, links, fits)
 
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
-        """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
+        """Return whole times [width, stop]; inf where a micro-batch takes over ``limit``, or a
+        stage does not fit."""
         allowed = self.time[kind] <= limit
         if self.fits is not None:
             allowed &= self.fits[stage][kind]
-        return np.where(allowed, self.time[kind], math.inf)
+        return np.where(allowed, self.whole[kind], math.inf)
 
     def arriving(self, least: Array, stage: int, kind: int) -> Array:
         """Return ``least[..., kind before, stop]`` plus the round trip to a machine of ``kind``."""
@@ -353,7 +382,7 @@ def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array
         stage_time = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
         kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)
         kinds.append(kind)
-        times.append(float(stage_time[narrower]))
+        times.append(float(tables.time[kind, narrower + 1, stop]))
         kind = int(kind_before)
         stop = stop - 1 - int(narrower)
         bounds.append(stop)

@@ -63,6 +63,9 @@ class Problem:
     """Seconds ``transfer[a][b]`` of a micro-batch's message from rank a to b; 0 if unknown."""
     microbatches: int = 1
     """Number of micro-batches of one step and one pipeline."""
+    once: tuple[LayerCosts, ...] = ()
+    """Cost, on each pipeline rank, of what passes the stages one after the other in a step, beside
+    the micro-batches: it adds up. Only ``hetero`` and ``fastest_in_order`` count it."""
     hosts: tuple[str, ...] = ()
     """The host of each pipeline rank, if known."""
 
@@ -79,7 +82,8 @@ class Problem:
             object.__setattr__(self, "capacity", (math.inf,) * pp)
         if not self.transfer:
             object.__setattr__(self, "transfer", ((0.0,) * pp,) * pp)
-        for entries in (self.costs, self.capacity, self.transfer, self.hosts or self.costs):
+        named = (self.hosts or self.costs, self.once or self.costs)
+        for entries in (self.costs, self.capacity, self.transfer, *named):
             if len(entries) != pp:
                 raise ValueError(f"{len(entries)} entries for {pp} pipeline ranks: {entries}")
 

@@ -91,6 +91,8 @@ def _published(host: str, facts: HostFacts | None) -> Machine:
     machine = Machine(host=host)
     if facts is None:
         return machine
+    if gpu := chips.gpu_of(facts.chip or ""):
+        machine = replace(machine, flops=gpu.flops.half)
     with suppress(UserError):  # the chip is in no list
         (mac,) = chips.machines_of(f"{facts.chip} {(facts.memory or 0) // GIB}GB")
         machine = replace(machine, flops=mac.flops)

@@ -33,6 +33,9 @@ SECONDS_TO_SAY = 10.0  # for each tool
 
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"  # may be missing in a login without a terminal
 
+GPUS_OF_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""The directory in which NVIDIA's driver on Linux names its GPUs."""
+
 WIFI = "Wi-Fi"
 THUNDERBOLT = "Thunderbolt"
 ETHERNET = "Ethernet"
@@ -159,6 +162,13 @@ def _said(*command: str) -> str | None:
 
 
 def _chip_on_linux() -> str | None:
+    """Return the first GPU of NVIDIA's driver, with which MLX computes; else the processor."""
+    for facts in sorted(GPUS_OF_DRIVER.glob("*/information")):
+        with contextlib.suppress(OSError):
+            if line := re.search(
+                r"^Model:\s*(\S.*)$", facts.read_text(errors="replace"), re.MULTILINE
+            ):
+                return line[1].strip()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
         if line := re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE):

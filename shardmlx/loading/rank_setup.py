@@ -63,11 +63,17 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """Facts that a rank alone knows: its machine's memory in bytes, its process's, its backend."""
+    """Facts that a rank alone knows: its machine's memory in bytes, its process's, and what MLX
+    computes with there. On CUDA memory is planned by the rules of Metal, the ``backend``."""
 
     memory: int
     process: ProcessMemory
-    backend: str
+    computes_with: str
+
+    @property
+    def backend(self) -> str:
+        """The backend by whose rules memory is planned: ``metal`` or ``cpu``."""
+        return "cpu" if self.computes_with == "cpu" else "metal"
 
 
 class ModelWorker:
@@ -114,7 +120,7 @@ class ModelWorker:
 
     def facts(self) -> RankFacts:
         """Return what only this rank knows."""
-        return RankFacts(psutil.virtual_memory().total, process_memory(), this_backend())
+        return RankFacts(psutil.virtual_memory().total, process_memory(), computes_with())
 
     def set_limits(self, limits: Sequence[MemoryLimits]) -> None:
         """Limit this process to its part of the plan, before weights are loaded, so that they are
@@ -196,7 +202,8 @@ def gather_facts(
     profile = None if options.profile is None else read_profiles(options.profile)
     hosts = crew.transport.hosts
     machines = tuple(
-        _share(known, hosts, host, each.memory) for host, each in zip(hosts, facts, strict=True)
+        replace(_share(known, hosts, host, each.memory), backend=each.computes_with)
+        for host, each in zip(hosts, facts, strict=True)
     )
     cluster = Cluster(machines=machines, profile=profile, backend=facts[0].backend)
     given = None if stage_map is None else read_stage_map(stage_map)
@@ -242,6 +249,12 @@ def use_device(name: str, say: Callable[[str], object]) -> None:
 def this_backend() -> str:
     """Return the backend of MLX's default device: ``cpu`` or ``metal``."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
+
+
+def computes_with() -> str:
+    """Return what MLX computes with in this process: ``cpu``, ``cuda`` or ``metal``."""
+    backend = this_backend()
+    return "cuda" if backend != "cpu" and mx.cuda.is_available() else backend
 
 
 def process_memory() -> ProcessMemory:

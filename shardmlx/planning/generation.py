@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
@@ -12,13 +13,21 @@ from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import (
+    DoesNotFitError,
+    LayerCosts,
+    NoOrderFitsError,
+    Problem,
+    fastest_in_order,
+    get_partitioner,
+)
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.facts.job_facts import Facts, GenerationFacts, GenerationLoad
 from shardmlx.planning.facts.workload import ModelSizes
+from shardmlx.planning.generation_times import are_unlike, seconds_on
 from shardmlx.planning.groups import asked_shares
 from shardmlx.planning.job import GenerationPart, Job
 from shardmlx.planning.layout import costs_by_speed, make_mesh
@@ -49,10 +58,9 @@ def plan_generation(config: InferenceConfig, facts: Facts) -> Job:
     part = generation_part(config, facts, stages)
     if facts.stage_map is not None:
         _check_map(facts.stage_map, config, facts.model, cluster.machines[:: shares.size])
-    costs = _costs(facts.model, part.load, rows=-(-part.setup.sequences // part.groups))
     less = _less(part)
 
-    problem = generation_problem(part.setup, shares, cluster, costs)
+    problem = generation_problem(part, shares, cluster)
     try:
         job = _divided(config, facts, problem, part, shares)
     except DoesNotFitError as error:
@@ -135,10 +143,13 @@ def _divided(
     division, or the one that takes the least memory. Raises ``DoesNotFitError``."""
     if facts.stage_map is not None:
         return _job(facts, facts.stage_map, part, shares)
-    is_open = config.partitioner == AUTO
-    fastest = get_partitioner(FASTEST if is_open else config.partitioner)(problem)
-    job = _job(facts, fastest, part, shares)
-    if is_open and problem.num_stages > 1 and _overfull(job, facts.allowed):
+    if config.partitioner != AUTO:
+        return _job(facts, get_partitioner(config.partitioner)(problem), part, shares)
+    if problem.once:
+        with suppress(NoOrderFitsError):
+            return _job(facts, fastest_in_order(problem), part, shares)
+    job = _job(facts, get_partitioner(FASTEST)(problem), part, shares)
+    if problem.num_stages > 1 and _overfull(job, facts.allowed):
         return _job(facts, get_partitioner(SMALLEST)(problem), part, shares)
     return job
 
@@ -159,14 +170,34 @@ def _job(facts: Facts, stage_map: StageMap, part: GenerationPart, shares: Tensor
     return replace(job, limits=limits_of(facts.budgets, job.memory, facts.machines.backend))
 
 
-def generation_problem(
-    setup: GenerationSetup, shares: TensorShares, cluster: Cluster, costs: LayerCosts
-) -> Problem:
-    """Return the problem of dividing layers of these ``costs`` among stages, each on a group."""
+def generation_problem(part: GenerationPart, shares: TensorShares, cluster: Cluster) -> Problem:
+    """Return the problem of dividing the layers among stages, each on a group.
+
+    If machines are unlike, and their speeds known, costs are seconds, and a micro-batch is what
+    passes the stages: a chunk of a prompt, or a step of an answer of several texts. The answer of
+    a text by itself passes ``once``, since it is in one stage at a time. Otherwise costs are those
+    of a sequence.
+    """
+    setup = part.setup
+    load = part.load
     across = shares.size
     capacities = [cluster.capacity(rank) for rank in range(cluster.size)]
     firsts = cluster.machines[::across]
     of_shares = setups_of(setup, shares)
+    rows = -(-setup.sequences // part.groups)
+    once: tuple[LayerCosts, ...] = ()
+    passes = max(1, -(-load.prompt // max(1, setup.chunk)))
+    if are_unlike(firsts):
+        seconds = [seconds_on(each, setup.model, load, rows) for each in firsts]
+        whole = tuple(each.prompt for each in seconds)
+        once = tuple(each.answer for each in seconds)
+        if load.sequences > 1:
+            passes = load.sequences * (passes + load.answer)
+            whole = tuple(each.both.scaled(load.sequences) for each in seconds)
+            once = tuple(each.answer.scaled(0.0) for each in seconds)
+        costs = tuple(each.scaled(1 / passes) for each in whole)
+    else:
+        costs = costs_by_speed(_costs(setup.model, load, rows), firsts, len(firsts))
 
     def peak(stage: int, start: int, stop: int) -> float:
         """Return what the rank of a stage that has the least to spare takes, were it the first."""
@@ -176,10 +207,12 @@ def generation_problem(
 
     return Problem(
         placement=tuple(range(len(firsts))),
-        costs=costs_by_speed(costs, firsts, len(firsts)),
+        costs=costs,
         sizes=setup.model.held_sizes,
         peak=None if any(map(math.isinf, capacities)) else peak,
         capacity=tuple(capacities[::across]),
+        microbatches=passes,
+        once=once,
         hosts=tuple(machine.host for machine in firsts),
     )
 

@@ -15,12 +15,14 @@ from shardmlx.errors import UserError
 from shardmlx.models.sizes.layer_shape import LayerShape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.partitioners import DoesNotFitError, LayerCosts, get_partitioner
+from shardmlx.partitioners import DoesNotFitError, fastest_in_order, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.chips import bandwidth_of, shares_by_bandwidth
 from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.job_facts import GenerationLoad
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.generation import generation_problem
+from shardmlx.planning.job import GenerationPart
 from shardmlx.planning.memory.generation import GenerationSetup, inference_memory, setups_of
 
 
@@ -28,7 +30,8 @@ from shardmlx.planning.memory.generation import GenerationSetup, inference_memor
 class GenerationWay:
     """A way to generate a text: stages on ``tensor_parallel`` ranks each, the ``peak`` bytes of the
     fullest rank and its ``capacity``, and the most tokens of the text a second. Ranks may have
-    ``whole_experts``, and sum over RDMA."""
+    ``whole_experts``, and sum over RDMA. ``layers`` are those of each stage, where unlike machines
+    get them by their speeds."""
 
     hosts: tuple[str, ...]
     tensor_parallel: int
@@ -37,6 +40,7 @@ class GenerationWay:
     tokens_per_second: float
     whole_experts: bool = False
     has_rdma: bool = False
+    layers: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -55,6 +59,8 @@ class GenerationWay:
         if len(self.hosts) == 1:
             return f"{self.hosts[0]} alone"
         stages = plural(len(self.hosts) // self.tensor_parallel, "stage")
+        if self.layers:
+            stages += f" of {' + '.join(map(str, self.layers))} layers"
         links = "over RDMA" * self.has_rdma
         return ", ".join(filter(None, (stages, self.options, links)))
 
@@ -99,12 +105,20 @@ def _way(
         chunk=WHOLE_CHUNK if is_whole else PIPELINED_CHUNK,
         backend=cluster.backend,
     )
-    costs = LayerCosts(tuple(shape.layer(i).flops(context) for i in range(shape.num_layers)))
-    problem = generation_problem(setup, shares, cluster, costs)
+    load = GenerationLoad.typical(1, context, context, context)
+    part = GenerationPart(load=load, groups=1, setup=setup, cuttable=context)
+    problem = generation_problem(part, shares, cluster)
     way = None
-    for name in (FASTEST, SMALLEST):
+    for divide in (
+        *([fastest_in_order] if problem.once else []),
+        get_partitioner(FASTEST),
+        get_partitioner(SMALLEST),
+    ):
         with suppress(DoesNotFitError):
-            way = _predicted(setup, shares, cluster, get_partitioner(name)(problem))
+            stage_map = divide(problem)
+            way = _predicted(setup, shares, cluster, stage_map)
+            if problem.once:
+                way = replace(way, layers=stage_map.partition.sizes)
             if way.fits:
                 break
     if way is None:

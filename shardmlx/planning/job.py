@@ -13,6 +13,7 @@ from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.choice import Choice
 from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.job_facts import GenerationLoad
+from shardmlx.planning.facts.kernels import kernel_warnings
 from shardmlx.planning.facts.plan_facts import SequenceLengths
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.memory.generation import (
@@ -149,12 +150,19 @@ class Job:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of ranks whose memory macOS would not keep, and of checkpoints."""
+        """Warnings of ranks whose memory macOS would not keep, of those that lack a kernel, and of
+        checkpoints."""
         of_memory = unwired(
             [each.budget for each in self.limits], [each.planned for each in self.limits]
         )
-        of_checkpoints = () if self.training is None else self.training.resumption.warnings
-        return (*of_memory, *of_checkpoints)
+        held = [(machine, self.layers(i)) for i, machine in enumerate(self.cluster.machines)]
+        if self.training is None:
+            shape = self.generated.setup.model.shape
+            return (*of_memory, *kernel_warnings(shape, held, self.generated.load.prompt))
+        work = self.training.workload
+        length = self.training.lengths.longest[0]
+        of_kernels = kernel_warnings(work.shape, held, length, work.first_trained)
+        return (*of_memory, *of_kernels, *self.training.resumption.warnings)
 
     def resuming(self, resumption: Resumption) -> Job:
         """Return the same job, which saves its checkpoints there, and goes on from the one that was

@@ -2,7 +2,8 @@
 
 No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths of Macs are Apple's, as two lists have
 them that cite its specifications: huggingface.js's pull request 1937, and
-github.com/rlindsey2/sunkcost. Numbers of GPUs are from NVIDIA's data sheets.
+github.com/rlindsey2/sunkcost. Numbers of GPUs are from NVIDIA's data sheets and white papers: of
+Ada (RTX 4090), RTX Blackwell (RTX 5090, RTX PRO 6000) and Hopper (H100; an H200 has the same chip).
 """
 
 from __future__ import annotations
@@ -21,9 +22,25 @@ from shardmlx.errors import UserError
 from shardmlx.planning.facts.hostfile import Machine, kind_key
 from shardmlx.planning.facts.ring import RDMA_SUM_SECONDS
 
-CORE_FLOPS = 2 * 128
+
+class Flops(NamedTuple):
+    """Multiplications and additions a second by the width of what is multiplied: 16 bits with sums
+    in 32, ``int8`` and ``fp8``; None where no such speed is published. Dense, as MLX computes."""
+
+    half: float
+    int8: float | None = None
+    fp8: float | None = None
+
+
+CORE_FLOPS = Flops(2 * 128)
 """FLOPs of a GPU core in a cycle: a multiply-add of each ALU, in 32 and in 16 bits alike
-(github.com/philipturner/metal-benchmarks). Matrix units of an M5 do more; they are not counted."""
+(github.com/philipturner/metal-benchmarks)."""
+
+MATRIX_FLOPS = Flops(1024, int8=2048)
+"""The same of the matrix units of an M5's core. Apple states four times the M4's alone; measured
+by T. Zakharko at tzakharko.github.io/apple-neural-accelerators-benchmark. MLX uses them in 16 bits
+from macOS 26.2 on, and then reads prompts 3.3 to 4.1 times as fast as an M4
+(machinelearning.apple.com/research/exploring-llms-mlx-m5)."""
 
 HERTZ: Mapping[str, float] = MappingProxyType(
     {"M1": 1.27e9, "M2": 1.398e9, "M3": 1.398e9, "M4": 1.578e9, "M5": 1.578e9}
@@ -71,26 +88,35 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 
 class Gpu(NamedTuple):
     """An NVIDIA GPU: the GB a second from its memory, the GB of memory that it is sold with, and
-    its published FLOP/s in 16 bits with sums in 32: dense, as MLX computes."""
+    its published FLOP/s."""
 
     bandwidth: int
     sizes: tuple[int, ...]
-    flops: float
+    flops: Flops
+
+
+_GB10 = Gpu(273, (128,), Flops(125e12, int8=250e12, fp8=250e12))
+"""NVIDIA states 1 PFLOP/s in FP4 alone, sparse: dense it is half, and each doubling of the width
+halves it again, as in the other GPUs of that architecture."""
+
+_HOPPER = Flops(989.4e12, int8=1978.9e12, fp8=1978.9e12)
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "DGX Spark": Gpu(273, (128,), 125e12),
-        "GB10": Gpu(273, (128,), 125e12),
-        "RTX 4090": Gpu(1008, (24,), 165.2e12),
-        "RTX 5090": Gpu(1792, (32,), 209.5e12),
-        "RTX PRO 6000": Gpu(1792, (96,), 503.8e12),
-        "H100": Gpu(3350, (80,), 989.4e12),
-        "H200": Gpu(4800, (141,), 989.4e12),
+        "DGX Spark": _GB10,
+        "GB10": _GB10,
+        "RTX 4090": Gpu(1008, (24,), Flops(165.2e12, int8=660.6e12, fp8=330.3e12)),
+        "RTX 5090": Gpu(1792, (32,), Flops(209.5e12, int8=838.0e12, fp8=419.0e12)),
+        "RTX PRO 6000": Gpu(1792, (96,), Flops(503.8e12, int8=1007.6e12, fp8=1007.6e12)),
+        "H100": Gpu(3350, (80,), _HOPPER),
+        "H200": Gpu(4800, (141,), _HOPPER),
     }
 )
-"""GPUs beside which MLX runs on Linux. Nobody has run a Mac beside one. MLX reached 44% of the H200
+"""GPUs on which MLX runs on Linux. Nobody has run a Mac beside one. MLX reached 44% of the H200
 in bfloat16, measured by doctor; the other numbers are of data sheets alone."""
+
+_GPUS_BY_KIND = MappingProxyType({kind_key(name): gpu for name, gpu in GPUS.items()})
 
 ETHERNET = 1.1e9
 """Bytes a second, each way: TCP over 10 Gbit/s Ethernet, which a Spark and Macs have."""
@@ -101,12 +127,18 @@ OF_GPU = 15 / 16
 WITH_RDMA = ("M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra")
 """Chips with Thunderbolt 5, between which macOS 26.2 has RDMA: Apple's technical note 3205."""
 
-_BY_KIND = MappingProxyType(
-    {
-        **{kind_key(f"Apple {name}"): 1e9 * min(chip.bandwidth) for name, chip in CHIPS.items()},
-        **{kind_key(f"NVIDIA {name}"): 1e9 * gpu.bandwidth for name, gpu in GPUS.items()},
-    }
+BACKENDS_OF_MAKERS: Mapping[str, str] = MappingProxyType({"apple": "metal", "nvidia": "cuda"})
+"""The backend of MLX on the chips of each maker, which is the first word of a ``kind``."""
+
+_OF_MACS = MappingProxyType(
+    {kind_key(f"Apple {name}"): 1e9 * min(chip.bandwidth) for name, chip in CHIPS.items()}
 )
+
+_GPU_KIND = re.compile(
+    r"nvidia-(?:geforce-)?(?P<name>.+?)(?:-80gb-hbm3|-blackwell-(?:workstation|server)-edition)?"
+)
+"""Kinds of GPUs as drivers name them: ``NVIDIA GeForce RTX 4090``, ``NVIDIA H100 80GB HBM3``. GPUs
+of laptops, and on PCIe, have other numbers."""
 
 _MAC = re.compile(
     r"(?:(?:apple )?(?P<chip>[a-z].*?) +(?:(?P<cores>\d+)[ -]?cores? +)?)?"
@@ -146,7 +178,36 @@ def _wired(memory: int) -> int:
 def bandwidth_of(machine: Machine) -> float | None:
     """Return the bytes a second from a machine's memory, as stated or by its chip: the least of the
     chip's variants; None if both are unknown."""
-    return machine.bandwidth or _BY_KIND.get(machine.kind or "")
+    if machine.bandwidth or machine.kind is None:
+        return machine.bandwidth
+    gpu = gpu_of(machine.kind)
+    return _OF_MACS.get(machine.kind) if gpu is None else 1e9 * gpu.bandwidth
+
+
+def gpu_of(kind: str) -> Gpu | None:
+    """Return the NVIDIA GPU of a ``kind``, by the name that a data sheet or its driver has; None of
+    any other."""
+    match = _GPU_KIND.fullmatch(kind_key(kind))
+    return None if match is None else _GPUS_BY_KIND.get(match["name"])
+
+
+def backend_of(machine: Machine) -> str | None:
+    """Return what MLX computes with on a machine, ``metal``, ``cuda`` or ``cpu``: as the machine
+    says, or by its ``kind``; None if both are unknown."""
+    maker = (machine.kind or "").partition("-")[0]
+    return machine.backend or BACKENDS_OF_MAKERS.get(maker)
+
+
+def flops_of(chip: str, cores: int) -> Flops:
+    """Return the FLOP/s of a chip of Apple's, by width, with so many GPU cores."""
+    generation = chip.split()[0]
+    core = MATRIX_FLOPS if generation == "M5" else CORE_FLOPS
+    cycles = cores * HERTZ[generation]
+    return Flops(
+        half=cycles * core.half,
+        int8=None if core.int8 is None else cycles * core.int8,
+        fp8=None if core.fp8 is None else cycles * core.fp8,
+    )
 
 
 def shares_by_bandwidth(machines: Sequence[Machine], size: int) -> tuple[int, ...]:
@@ -205,7 +266,7 @@ def _machine(entry: str) -> Machine:
     return replace(
         mac,
         host=f"{chip} {size}GB",
-        flops=cores * CORE_FLOPS * HERTZ[chip.split()[0]],
+        flops=flops_of(chip, cores).half,
         bandwidth=1e9 * CHIPS[chip].bandwidth[-1 if cores == max(CHIPS[chip].sizes) else 0],
         rdma=RDMA_SUM_SECONDS if chip in WITH_RDMA else None,
         kind=kind_key(f"Apple {chip}"),
@@ -235,7 +296,7 @@ def _box(machine: Machine, name: str, size: int, entry: str) -> Machine:
         machine,
         host=f"{name} {size}GB",
         wired=int(size * GIB * OF_GPU),
-        flops=gpu.flops,
+        flops=gpu.flops.half,
         bandwidth=1e9 * gpu.bandwidth,
         link=ETHERNET,
         kind=kind_key(f"NVIDIA {name}"),

@@ -10,6 +10,7 @@ from shardmlx.engine.buffers import compiled_length
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.kernels import token_seconds
 from shardmlx.planning.facts.profile_file import MachineProfile, Profile
 from shardmlx.planning.facts.ring import Ring
 from shardmlx.planning.facts.workload import Workload
@@ -71,7 +72,8 @@ class Cluster:
             return self.profile.measured(workload, machine.host, machine.kind)
         if self.unit == "FLOPs" or machine.flops is None:
             return Speed(1.0)
-        return Speed(machine.flops * self.efficiency)
+        token = 0.0 if self.backend == "cpu" else token_seconds(machine)
+        return Speed(machine.flops * self.efficiency, token)
 
     def with_sums(self, alone: ModelSeconds, rank: int, hidden: int) -> ModelSeconds:
         """Return the times of a rank that sums ``hidden`` bytes with its group, if it has one and

@@ -53,6 +53,8 @@ class Machine:
     """The links of the ranks for which it stands, if they compute layers together."""
     kind: str | None = None
     """Name shared by identical machines: a measurement of one holds for all."""
+    backend: str | None = None
+    """The backend of MLX there, as a rank says: metal, cuda or cpu."""
     where: str = field(default="", compare=False)
     """File and line of the entry, for messages."""
     login: str = field(default="", compare=False)

@@ -22,6 +22,7 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.alone import Alone, compared
 from shardmlx.planning.choice import CLEARLY, Choice
 from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.kernels import kernel_lines
 from shardmlx.planning.generation_ways import GenerationWay, generation_ways
 from shardmlx.planning.report.island_lines import OVERLAP, TERMS, HubTraffic, exchanges
 from shardmlx.planning.time.predict import Prediction, RankPrediction
@@ -56,6 +57,20 @@ class PlanReport:
         """The ways to generate on these machines, the fastest first, if bandwidths are known."""
         whole = self.choice.facts.whole or self.choice.facts
         return generation_ways(whole.workload, whole.cluster, self.choice.facts.lengths.longest[0])
+
+    @property
+    def lacking_kernels(self) -> tuple[str, ...]:
+        """Lines on layers for whose recurrence a machine has no kernel."""
+        facts = self.choice.facts
+        mesh = self.choice.plan.mesh
+        stage_map = self.choice.plan.stage_map
+        ranges = stage_map.partition.ranges
+        held = [
+            (machine, [ranges[stage] for stage in stage_map.stages_of(mesh.coordinates(rank)[1])])
+            for rank, machine in enumerate(facts.cluster.machines)
+        ]
+        work = facts.work(self.choice.run)
+        return kernel_lines(work.shape, held, facts.lengths.longest[0], work.first_trained)
 
     @property
     def islands(self) -> list[HubTraffic]:
@@ -94,6 +109,7 @@ def text(report: PlanReport) -> str:
         *_generation(report),
         *_islands(report),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
+        *report.lacking_kernels,
         *report.notes,
         "",
         *_how_to_run(report),
@@ -127,6 +143,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
                 "tensor_parallel": each.tensor_parallel,
                 "expert_parallel": each.whole_experts,
                 "rdma": each.has_rdma,
+                "num_layers": each.layers,
                 "fits": each.fits,
                 "peak_memory_bytes": each.peak,
                 "limit_bytes": each.capacity,
@@ -135,7 +152,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
             for each in report.generation
         ],
         "islands": report.islands,
-        "notes": report.notes,
+        "notes": [*report.lacking_kernels, *report.notes],
         "run": command(report),
     }
 

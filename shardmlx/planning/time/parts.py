@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.simulate import Costs
+from shardmlx.planning.facts.kernels import BACKWARD_TOKENS, tokens_in_turn
 from shardmlx.planning.facts.workload import Workload
 
 COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}
@@ -132,24 +133,33 @@ class ModelSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A machine known by its FLOP/s alone, as reached in matrix products."""
+    """A machine known by its FLOP/s alone, as reached in matrix products, and by the seconds that
+    a ``token`` takes beside them in layers for which it has no kernel."""
 
     flops: float
+    token: float = 0.0
 
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
-        """Return F, I and W of equal FLOPs, of matrix products alone (6N: Kaplan et al. 2020)."""
+        """Return F, I and W of equal FLOPs, of matrix products (6N: Kaplan et al. 2020), and the
+        tokens of recurrences without a kernel."""
         rows, length = workload.micro_batch(rows, length)
         shape = workload.shape
         tune = workload.fine_tune
         tokens = rows * length
 
-        def part(flops: float, layer: int) -> Seconds:
+        def part(flops: float, layer: int, in_turn: int = 0) -> Seconds:
             once = flops * tokens / self.flops
-            backward = once if layer >= workload.first_trained else 0.0
-            return Seconds(once, backward, backward * tune.is_full)
+            waits = in_turn * self.token
+            if layer < workload.first_trained:
+                return Seconds(once + waits)
+            return Seconds(once + waits, once + BACKWARD_TOKENS * waits, once * tune.is_full)
 
         count = shape.num_layers
-        layers = tuple(part(shape.layer(layer).flops(length), layer) for layer in range(count))
+        kinds = [shape.layer(layer) for layer in range(count)]
+        layers = tuple(
+            part(kind.flops(length), layer, tokens_in_turn(kind, length))
+            for layer, kind in enumerate(kinds)
+        )
         head = part(shape.head_flops(), count - 1)
         head = replace(head, weight_gradient=head.weight_gradient * tune.unfreeze_all)
         return ModelSeconds(

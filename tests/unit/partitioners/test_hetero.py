@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners import LayerCosts, Problem, hetero, step_cost
+from shardmlx.partitioners import LayerCosts, Problem, fastest_in_order, hetero, step_cost
 from shardmlx.partitioners.hetero import kinds_of, orders_to_try
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -76,6 +76,38 @@ def test_hetero_is_the_best_of_all_partitions_in_all_orders() -> None:
         assert fits(problem, answer)
         assert step_cost(problem, answer) <= best * ROUNDING
     assert 20 < infeasible < 200
+
+
+def test_what_passes_once_adds_up_and_is_weighed_against_the_pace() -> None:
+    slow_once = (LayerCosts((1.0,) * 6), LayerCosts((10.0,) * 6))
+    problem = machines(2.0, 1.0, once=slow_once, microbatches=11)
+    # The pace alone would have 2 and 4 layers: 8 + 10 * 4, and once 2 + 40.
+    assert step_cost(problem, StageMap(Partition.from_sizes([2, 4]), (0, 1))) == 8 + 40 + 42
+    assert fastest_in_order(problem).partition.sizes == (2, 4)
+    assert fastest_in_order(replace(problem, microbatches=2)).partition.sizes == (5, 1)
+
+
+def test_in_the_given_order_it_is_the_best_of_all_partitions_with_what_passes_once() -> None:
+    random = Random(5)
+    for _ in range(200):
+        layers = random.randint(1, 6)
+        problem = random_problem(random, layers, random.randint(1, min(4, layers)))
+        once = tuple(
+            LayerCosts(
+                tuple(random.choice([0.0, 0.5, 3.0]) for _ in range(layers)), head=random.random()
+            )
+            for _ in range(problem.pp)
+        )
+        problem = replace(problem, once=once)
+        feasible = [each for each in every_answer(problem) if fits(problem, each)]
+        if not feasible:
+            with pytest.raises(UserError):
+                fastest_in_order(problem)
+            continue
+        answer = fastest_in_order(problem)
+        assert answer.placement == problem.placement
+        best = min(step_cost(problem, each) for each in feasible)
+        assert step_cost(problem, answer) <= best * ROUNDING
 
 
 def test_with_too_many_kinds_of_machines_the_given_order_is_solved_exactly(

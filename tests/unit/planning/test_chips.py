@@ -10,14 +10,18 @@ from shardmlx.common.units import GIB
 from shardmlx.errors import UserError
 from shardmlx.planning.facts.chips import (
     CHIPS,
+    GPUS,
     HERTZ,
     THUNDERBOLT,
     as_macs,
+    backend_of,
     bandwidth_of,
+    flops_of,
+    gpu_of,
     machines_of,
     shares_by_bandwidth,
 )
-from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.hostfile import Machine, kind_key
 
 
 def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with() -> None:
@@ -30,7 +34,8 @@ def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with
                 assert mac.link == THUNDERBOLT
                 assert mac.flops is not None
                 assert mac.wired is not None
-                assert 0.2e12 < mac.flops / cores < 0.5e12
+                least, most = (1.6e12, 1.7e12) if chip.startswith("M5") else (0.2e12, 0.5e12)
+                assert least < mac.flops / cores < most
                 assert 0.66 < mac.wired / (size * GIB) <= 0.75
 
 
@@ -43,7 +48,7 @@ def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with
         ("M1 Max 24-core 32GB", 7.8, 21.33, "apple-m1-max"),
         ("M3 Max 36GB", 10.74, 27.0, "apple-m3-max"),  # sold with 30 cores alone
         ("M3 Max 64GB", 14.32, 48.0, "apple-m3-max"),
-        ("M5 Ultra 96GB", 32.32, 72.0, "apple-m5-ultra"),
+        ("M5 Ultra 96GB", 129.27, 72.0, "apple-m5-ultra"),
         ("MacBook Pro M2 16GB", 3.58, 10.67, "apple-m2"),
         ("M1 Ultra Mac Studio 64GB", 20.81, 48.0, "apple-m1-ultra"),
     ],
@@ -79,6 +84,58 @@ def test_a_box_has_the_speed_of_its_gpu_and_ethernet(
     assert mac.link is not None
     assert box.link is not None
     assert box.link < mac.link
+
+
+def test_flops_are_known_by_width_where_they_are_published() -> None:
+    """An M5's core multiplies 1024 numbers of 16 bits in a cycle, and 2048 of 8."""
+    m5 = flops_of("M5 Max", 40)
+    assert m5.half == pytest.approx(40 * 1024 * 1.578e9)
+    assert m5.int8 == 2 * m5.half
+    assert m5.fp8 is None
+    ultra = flops_of("M3 Ultra", 80)
+    assert ultra.half == pytest.approx(28.63e12, rel=1e-3)
+    assert (ultra.int8, ultra.fp8) == (None, None)
+    teraflops = {
+        "GB10": (125, 250, 250),
+        "RTX 4090": (165.2, 660.6, 330.3),
+        "RTX 5090": (209.5, 838, 419),
+        "RTX PRO 6000": (503.8, 1007.6, 1007.6),
+        "H100": (989.4, 1978.9, 1978.9),
+    }
+    for name, widths in teraflops.items():
+        assert GPUS[name].flops == tuple(1e12 * each for each in widths)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA GB10", "DGX Spark"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_has(driver: str, name: str) -> None:
+    assert gpu_of(driver) == GPUS[name]
+    box = Machine(host="box", kind=kind_key(driver))
+    assert bandwidth_of(box) == 1e9 * GPUS[name].bandwidth
+    assert backend_of(box) == "cuda"
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 PCIe", "NVIDIA T4", "Apple M4", "x86_64"],
+)
+def test_a_gpu_of_other_numbers_is_not_known_by_a_part_of_its_name(other: str) -> None:
+    assert gpu_of(other) is None
+
+
+def test_what_mlx_computes_with_is_said_by_a_rank_or_told_by_the_kind() -> None:
+    mac, box = machines_of("M4 24GB, RTX 4090 24GB")
+    assert [backend_of(each) for each in (mac, box)] == ["metal", "cuda"]
+    assert backend_of(replace(box, backend="cpu")) == "cpu"
+    assert backend_of(Machine(host="pc", kind="amd-epyc")) is None
 
 
 def test_what_a_machine_says_that_it_wires_counts() -> None:

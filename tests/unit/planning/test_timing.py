@@ -13,6 +13,7 @@ from shardmlx.pipeline.actions import Kind
 from shardmlx.planning.facts.profile_file import MachineProfile, Sample
 from shardmlx.planning.time.parts import LEAST_SECONDS, ModelSeconds, Seconds, Speed
 from testbed.tiny_models import tiny_config
+from testbed.undeclared_configs import UNDECLARED
 from tests.helpers.workloads import workload
 
 SHAPE = read_shape(tiny_config(layers=4))
@@ -86,6 +87,26 @@ def test_a_partitioner_weighs_all_passes_of_each_part() -> None:
 
 def test_adapters_have_no_weight_gradient_to_speak_of() -> None:
     assert Speed(1e6).seconds(workload(SHAPE), 1, 8).layers[0].weight_gradient == 0.0
+
+
+def test_tokens_of_a_recurrence_without_a_kernel_come_one_after_the_other() -> None:
+    """90 us a token of a row, however many rows there are; the gradient takes three times as long,
+    and packed rows are one long row."""
+    text = {**UNDECLARED["qwen3_5"]["text_config"], "num_hidden_layers": 4}
+    shape = read_shape({"model_type": "qwen3_5", "text_config": text})
+    work = workload(shape, num_layers=2)
+    with_kernel = Speed(1e12).seconds(work, 8, 100).layers
+    layers = Speed(1e12, 90e-6).seconds(work, 8, 100).layers
+    more = [
+        (each.forward - own.forward, each.input_gradient - own.input_gradient)
+        for each, own in zip(layers, with_kernel, strict=True)
+    ]
+    assert more[0] == pytest.approx((9e-3, 0.0))  # not trained
+    assert more[1] == (0.0, 0.0)  # attention
+    assert more[2] == pytest.approx((9e-3, 27e-3))
+    packed = replace(work, batch=replace(work.batch, pack=True))
+    one = Speed(1e12, 90e-6).seconds(packed, 8, 100).layers[0].forward
+    assert one - Speed(1e12).seconds(packed, 8, 100).layers[0].forward == pytest.approx(72e-3)
 
 
 def sample(length: int, seconds: float) -> Sample:
