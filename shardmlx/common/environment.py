@@ -191,3 +191,8 @@ def launched_rank() -> int:
         if name in os.environ:
             return int(os.environ[name])
     return 0
+
+
+def launched_size() -> int:
+    """Return the number of ranks before MPI starts, from Open MPI's mpirun; 1 without it."""
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import mpi4py
 
-from shardmlx.common.environment import launched_rank
+from shardmlx.common.environment import launched_rank, launched_size
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
@@ -31,6 +31,7 @@ from shardmlx.distributed.shutdown import (
     Deadline,
     JobShutdown,
     absent_at_start,
+    absent_before_start,
     on_several_hosts,
 )
 from shardmlx.distributed.times import (
@@ -344,23 +345,103 @@ class _Process(ctypes.Structure):
     _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
+class _Datum(ctypes.Union):
+    """The data of a ``pmix_value_t``: a text, or an int; three words in all."""
+
+    _fields_ = (
+        ("text", ctypes.c_char_p),
+        ("number", ctypes.c_int),
+        ("words", ctypes.c_uint64 * 3),
+    )
+
+
 class _Value(ctypes.Structure):
-    """The ``pmix_value_t`` of PMIx, where it is a text."""
+    """The ``pmix_value_t`` of PMIx."""
 
-    _fields_ = (("type", ctypes.c_uint16), ("text", ctypes.c_char_p))
+    _fields_ = (("type", ctypes.c_uint16), ("data", _Datum))
 
 
-def _host_of(rank: int) -> str:
-    """Return the host where mpirun has started a rank, as PMIx knows it without a message of MPI;
-    "another host" without PMIx."""
+class _Info(ctypes.Structure):
+    """The ``pmix_info_t`` of PMIx."""
+
+    _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
+
+
+_PMIX_TEXT = 3
+_PMIX_INT = 6
+_PMIX_GLOBAL = 3
+_HAS_COME = b"shardmlx.came"
+
+
+class _Arrivals:
+    """The ranks that have come to the start of MPI, as PMIx knows it: MPI itself tells nobody for
+    whom it waits. Nothing is known without mpirun, or with an MPI that does not bring PMIx."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._is_over = threading.Event()
+        threading.Thread(target=self._say_so, name="arrival", daemon=True).start()
+
+    def _say_so(self) -> None:
+        """Let PMIx know that this rank has come, once MPI has started PMIx."""
+        with contextlib.suppress(AttributeError):  # an MPI that has no PMIx of its own
+            library = _library()
+            while not library.PMIx_Initialized():
+                if self._is_over.wait(LAZY_POLL_SECONDS):
+                    return
+            value = _Value(_PMIX_TEXT, _Datum(text=b"yes"))
+            library.PMIx_Put(ctypes.c_uint8(_PMIX_GLOBAL), _HAS_COME, ctypes.byref(value))
+            library.PMIx_Commit()
+
+    def close(self) -> None:
+        """Wait for PMIx no more."""
+        self._is_over.set()
+
+    def absent(self) -> Absent:
+        """Return who has not come. On any thread; it takes seconds."""
+        came: set[int] = set()
+        asking = [
+            threading.Thread(target=self._ask, args=(rank, came), daemon=True)
+            for rank in range(self._size)
+        ]
+        for thread in asking:
+            thread.start()
+        end = time.monotonic() + _SECONDS_TO_ANSWER
+        for thread in asking:
+            thread.join(max(0.0, end - time.monotonic()))
+        if not came:
+            return absent_at_start()
+        missing = [rank for rank in range(self._size) if rank not in came]
+        return absent_before_start([f"rank {rank} on {_host_of(rank)}" for rank in missing])
+
+    @staticmethod
+    def _ask(rank: int, came: set[int]) -> None:
+        """Add a rank that has come. PMIx waits for one that has not, for a second."""
+        limit = _Info(b"pmix.timeout", 0, _Value(_PMIX_INT, _Datum(number=1)))
+        if _pmix_text(rank, _HAS_COME, limit) is not None:
+            came.add(rank)
+
+
+_SECONDS_TO_ANSWER = 2.0
+
+
+def _pmix_text(rank: int, key: bytes, limit: _Info | None = None) -> str | None:
+    """Return what PMIx knows of a rank, without a message of MPI; None if it knows nothing."""
     found = ctypes.POINTER(_Value)()
     process = _Process(os.environ.get("PMIX_NAMESPACE", "").encode(), rank)
     with contextlib.suppress(AttributeError):  # an MPI that has no PMIx of its own
         get = _library().PMIx_Get
-        nothing = ctypes.c_size_t(0)
-        if get(ctypes.byref(process), b"pmix.hname", None, nothing, ctypes.byref(found)) == 0:
-            return str(found.contents.text.decode()).partition(".")[0]
-    return "another host"
+        count = ctypes.c_size_t(limit is not None)
+        how = None if limit is None else ctypes.byref(limit)
+        if get(ctypes.byref(process), key, how, count, ctypes.byref(found)) == 0:
+            return str(found.contents.data.text.decode())
+    return None
+
+
+def _host_of(rank: int) -> str:
+    """Return the host where mpirun has started a rank; "another host" if nobody knows."""
+    found = _pmix_text(rank, b"pmix.hname")
+    return "another host" if found is None else found.partition(".")[0]
 
 
 def start(timeout: float, shutdown: JobShutdown) -> None:
@@ -378,8 +459,10 @@ def start(timeout: float, shutdown: JobShutdown) -> None:
         # Otherwise Open MPI ends this process when a connection breaks, without our message.
         os.environ.setdefault("OMPI_MCA_mpi_ft_enable", "1")
     provided = ctypes.c_int()
-    with Deadline(shutdown, timeout, "starting MPI", absent_at_start):
+    arrivals = _Arrivals(launched_size())
+    with Deadline(shutdown, timeout, "starting MPI", arrivals.absent):
         _library().MPI_Init_thread(None, None, int(MPI.THREAD_MULTIPLE), ctypes.byref(provided))
+    arrivals.close()
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
     atexit.register(_finish, shutdown, Deadline(shutdown, timeout, "ending MPI"))

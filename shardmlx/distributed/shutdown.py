@@ -131,17 +131,28 @@ class Absent:
     why: str = ""
 
 
+_CAUSES = (
+    "see the firewalls (shardmlx doctor --ssh connects as ranks do), whether openmpi has one "
+    "version on all hosts, and which networks they share (btl_tcp_if_include)"
+)
+
+
 def absent_at_start(names: Sequence[str] = ()) -> Absent:
     """Return who has not come to the start of MPI: ranks by name, if they are known. The causes are
     those of reports about Open MPI between hosts."""
-    causes = (
-        "see the firewalls (shardmlx doctor --ssh connects as ranks do), whether openmpi has one "
-        "version on all hosts, and which networks they share (btl_tcp_if_include)"
-    )
     if not names:
-        return Absent(why=causes)
-    who = " and ".join(names)
-    return Absent(f"no message of MPI from {who} came", causes)
+        return Absent(why=_CAUSES)
+    return Absent(f"no message of MPI from {' and '.join(names)} came", _CAUSES)
+
+
+def absent_before_start(names: Sequence[str]) -> Absent:
+    """Return which ranks, by name, have not yet called MPI; if all have, that MPI keeps them."""
+    if not names:
+        return Absent("all ranks came, and Open MPI did not connect them", _CAUSES)
+    return Absent(
+        f"{' and '.join(names)} did not come",
+        f"see what its Python does there, which has to load first; or {_CAUSES}",
+    )
 
 
 class Deadline:

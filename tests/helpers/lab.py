@@ -1,16 +1,32 @@
-"""Two hosts, for the tests that need them."""
+"""Two hosts, for the tests that need them, and hosts that have their Python at other paths."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from testbed.hosts import Lab, two_hosts
+from testbed.hosts import TMP, Lab, two_hosts
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     with two_hosts(tmp_path) as lab:
         yield lab
+
+
+def needs_own_python() -> None:
+    """Skip the test without a virtual environment, which hosts have at other paths."""
+    if Path(sys.prefix) == Path(sys.base_prefix):
+        pytest.skip("needs a virtual environment, which hosts have at other paths")
+
+
+def move_python(lab: Lab, host: str) -> Path:
+    """Give a host its environment at a path of its own, and at no other; return that Python."""
+    own = TMP / host / "env"
+    script = f"mkdir -p {own} && mount --bind {sys.prefix} {own} && mount -t tmpfs no {sys.prefix}"
+    subprocess.run(lab.command(host, "sh", "-c", script), check=True)
+    return own / "bin" / "python"

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from testbed.hosts import TMP, Lab, hosts
+from tests.helpers.lab import move_python, needs_own_python
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import logins, require
 
@@ -21,14 +18,6 @@ import platform
 platform.machine = lambda: "aarch64"
 """
 """As a Python of another machine would say."""
-
-
-def move_python(lab: Lab, host: str) -> Path:
-    """Give a host its environment at a path of its own, and at no other; return that Python."""
-    own = TMP / host / "env"
-    script = f"mkdir -p {own} && mount --bind {sys.prefix} {own} && mount -t tmpfs no {sys.prefix}"
-    subprocess.run(lab.command(host, "sh", "-c", script), check=True)
-    return own / "bin" / "python"
 
 
 def links(lab: Lab, host: str) -> list[Path]:
@@ -41,8 +30,7 @@ def links(lab: Lab, host: str) -> list[Path]:
 def test_each_host_starts_its_own_python(tmp_path: Path) -> None:
     """The second one says that it is of another machine."""
     require()
-    if Path(sys.prefix) == Path(sys.base_prefix):
-        pytest.skip("needs a virtual environment, which hosts have at other paths")
+    needs_own_python()
     with hosts(tmp_path, 2) as lab, logins(lab):
         pythons = {host: move_python(lab, host) for host in lab.hosts}
         foreign = lab.home("mac2").parent / "foreign"

@@ -92,7 +92,7 @@ def test_a_rank_that_is_lost_at_a_command(
 
 
 def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
-    said = r"starting MPI: not all ranks came within 3 s \(see --timeout\)"
+    said = rf"starting MPI: rank 1 on {HOST} did not come within 3 s \(see --timeout\)"
     check(2, 1, "start", "stop", arguments, f"rank 0 on {HOST}: {said}")
 
 

@@ -1,0 +1,145 @@
+"""Two hosts whose signals have other numbers, as Linux and macOS, and whose Pythons lie at other
+paths: a stop in order, Ctrl-C, sleep and a kill leave what they leave on equal hosts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from testbed.hosts import TMP, Lab, hosts
+from testbed.jobs import Job
+from testbed.runs import events
+from tests.helpers.lab import move_python, needs_own_python
+from tests.helpers.mpirun import mpirun
+from tests.helpers.sshd import logins, require
+
+EVERY = 5
+
+AS_ON_MACOS = """\
+import enum, os, pathlib, signal
+
+NUMBERS = {name: number for number, name in enumerate(
+    "HUP INT QUIT ILL TRAP ABRT EMT FPE KILL BUS SEGV SYS PIPE ALRM TERM URG STOP TSTP CONT CHLD "
+    "TTIN TTOU IO XCPU XFSZ VTALRM PROF WINCH INFO USR1 USR2".split(), 1
+)}
+# Numbers that end a process, pause it or let it go on are the kernel's, which is Linux.
+NUMBERS |= {name: int(getattr(signal, f"SIG{name}")) for name in ("CHLD", "CONT", "STOP", "TSTP")}
+
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    assert (NUMBERS["USR1"], NUMBERS["BUS"]) == (30, 10)
+    signal.Signals = enum.IntEnum("Signals", {f"SIG{name}": n for name, n in NUMBERS.items()})
+    for each in signal.Signals:
+        setattr(signal, each.name, each)
+    (pathlib.Path.home() / "rank1").write_text(str(os.getpid()))
+"""
+"""The table of macOS in rank 1's Python. What launch sends as SIGUSR1, 10, is no signal that it
+handles: it would end that rank, as SIGBUS does on a Mac."""
+
+
+class Runs:
+    """Starts of one training on two hosts, each of which goes on from the one before."""
+
+    def __init__(self, lab: Lab, python: Path) -> None:
+        self.lab = lab
+        self.python = python
+        self.home = lab.home("mac1")
+
+    def run(
+        self, meanwhile: Callable[[int], None], steps: int, restarts: int = 0, timeout: int = 60
+    ) -> Job:
+        """Start launch, and call ``meanwhile`` with its process id."""
+        options = f"--mpirun-options={shlex.join(self.lab.mpirun_options)}"
+        words = (
+            *("-m", "shardmlx.launch", "--hostfile", "hosts", options),
+            *("--max-restarts", str(restarts), "train"),
+            *("--model", "model", "--data", "data", "--num-layers", "-1", "--batch-size", "4"),
+            *("--val-batches", "0", "--steps-per-report", "1", "--iters", str(steps)),
+            *("--checkpoint-dir", "checkpoints", "--checkpoint-every", str(EVERY)),
+            *("--metrics-file", "metrics", "--resume", "auto", "--timeout", str(timeout)),
+        )
+        (self.lab.home("mac2") / "rank1").unlink(missing_ok=True)
+        command = self.lab.command("mac1", self.python, *words)
+        return mpirun(2, command=command, meanwhile=meanwhile)
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        marks = self.home.glob("checkpoints/step-*/COMMITTED")
+        return max((int(mark.parent.name.removeprefix("step-")) for mark in marks), default=0)
+
+    @property
+    def made(self) -> int:
+        """The last step of which the run has told."""
+        return max((event["step"] for event in events(self.home / "metrics", "train")), default=0)
+
+    def after_a_checkpoint(self, act: Callable[[int], None]) -> Callable[[int], None]:
+        """Return what waits for a new checkpoint, and then acts on the process of launch."""
+        before = self.saved
+
+        def wait(launch: int) -> None:
+            end = time.monotonic() + 60.0
+            while self.saved <= before and time.monotonic() < end:
+                time.sleep(0.02)
+            if self.saved > before:  # otherwise the job tells why
+                act(launch)
+
+        return wait
+
+    def kill_rank_1(self, launch: int) -> None:
+        os.kill(int((self.lab.home("mac2") / "rank1").read_text()), signal.SIGKILL)
+
+
+def test_stops_sleep_and_kills_between_numbers_of_two_systems(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    require()
+    needs_own_python()
+    with hosts(tmp_path, 2) as lab, logins(lab):
+        runs = furnished(lab, small, pirate)
+
+        for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            stop = runs.after_a_checkpoint(lambda launch, n=number: os.kill(launch, n))  # type: ignore[misc]
+            job = runs.run(stop, 100_000)
+            assert job.returncode == status, job.output
+            assert "launch: asked all ranks to save and stop" in job.output
+            assert "launch: run the same command to go on" in job.output
+            assert runs.saved == runs.made
+            stopped = events(runs.home / "metrics", "stop")[-1]
+            assert (stopped["step"], stopped["signal"]) == (runs.made, number.name)
+
+        asleep = runs.after_a_checkpoint(lambda launch: lab.cut("mac2"))
+        job = runs.run(asleep, 100_000, timeout=20)
+        lab.join("mac2")
+        line = job.failure(1)
+        assert "rank 1 on mac2" in line
+        assert runs.made - runs.saved < EVERY
+
+        before = runs.saved
+        job = runs.run(runs.after_a_checkpoint(runs.kill_rank_1), before + 4 * EVERY, restarts=1)
+        assert job.returncode == 0, job.output
+        assert "rank 1 on mac2 died" in job.output
+        starts = [line for line in job.stdout.splitlines() if line.startswith("$ ")]
+        assert len(starts) == 2
+        assert all(f"--prefix {TMP}/shardmlx-" in line for line in starts)
+        resumed = [event["step"] for event in events(runs.home / "metrics", "resume")]
+        assert resumed[-1] >= before + EVERY
+        assert runs.made == before + 4 * EVERY
+
+
+def furnished(lab: Lab, model: Path, data: Path) -> Runs:
+    """Give the hosts their Pythons, the second one its numbers, and the first one what to train."""
+    pythons = {host: move_python(lab, host) for host in lab.hosts}
+    foreign = lab.home("mac2").parent / "foreign"
+    foreign.mkdir()
+    (foreign / "sitecustomize.py").write_text(AS_ON_MACOS)
+    (lab.home("mac2") / ".bashrc").write_text(f"export PYTHONPATH={TMP}/foreign\n")
+    lines = [f"{host} slots=1  # python={python}\n" for host, python in pythons.items()]
+    (lab.home("mac1") / "hosts").write_text("".join(lines))
+    shutil.copytree(model, lab.home("mac1") / "model")
+    shutil.copytree(data, lab.home("mac1") / "data")
+    return Runs(lab, pythons["mac1"])
