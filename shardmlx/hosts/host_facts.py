@@ -107,7 +107,7 @@ def collect() -> HostFacts:
         node=os.environ.get("PMIX_HOSTNAME"),
         system=f"{system} {release} {platform.machine()}",
         is_mac=is_mac,
-        chip=_said("sysctl", "-n", "machdep.cpu.brand_string") if is_mac else _chip_on_linux(),
+        chip=_said("sysctl", "-n", "machdep.cpu.brand_string") if is_mac else chip_on_linux(),
         python=sys.executable,
         versions=versions(),
         cores=cores,
@@ -161,9 +161,9 @@ def _said(*command: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def _chip_on_linux() -> str | None:
+def chip_on_linux(gpus: Path = GPUS_OF_DRIVER) -> str | None:
     """Return the first GPU of NVIDIA's driver, with which MLX computes; else the processor."""
-    for facts in sorted(GPUS_OF_DRIVER.glob("*/information")):
+    for facts in sorted(gpus.glob("*/information")):
         with contextlib.suppress(OSError):
             if line := re.search(
                 r"^Model:\s*(\S.*)$", facts.read_text(errors="replace"), re.MULTILINE

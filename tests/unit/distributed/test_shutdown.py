@@ -11,7 +11,7 @@ import threading
 import psutil
 import pytest
 
-from shardmlx.distributed.shutdown import JobShutdown
+from shardmlx.distributed.shutdown import JobShutdown, absent_before_start
 from shardmlx.distributed.signals import Signals
 from shardmlx.errors import UserError
 
@@ -113,6 +113,14 @@ def test_a_rank_that_waits_for_the_others_too_long_ends_with_a_line() -> None:
     done = ends_late("with Deadline(JobShutdown(0), 0.1, 'starting MPI'): time.sleep(60)")
     assert done.returncode == 1
     assert done.stderr.endswith(": starting MPI: not all ranks came within 0.1 s (see --timeout)\n")
+
+
+def test_who_has_not_called_mpi_is_named_and_if_all_have_it_is_open_mpi_that_keeps_them() -> None:
+    late = absent_before_start(["rank 1 on box", "rank 3 on mac2"])
+    assert late.who == "rank 1 on box and rank 3 on mac2 did not come"
+    assert absent_before_start([]).who.startswith("all ranks came")
+    assert "firewalls" in late.why
+    assert "firewalls" in absent_before_start([]).why
 
 
 def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:

@@ -127,12 +127,13 @@ def test_plans_and_jobs_read_what_was_found(tmp_path: Path) -> None:
         "169.254.7.2": facts(chip="Apple M4", memory=16 * GIB, wired_limit=14 * GIB),
         "pc.local": facts(chip="AMD EPYC", memory=23 * GIB, memory_limit=8 * GIB),
         "old.local": None,
+        "spark.local": facts(chip="NVIDIA GB10", memory=119 * GIB, wired_limit=None),
     }
     remarks = {host: f"mac{n}.local over bridge0 (Thunderbolt)" for n, host in enumerate(hosts)}
     path = tmp_path / "hosts"
     path.write_text(found_hostfile(hosts, remarks, "2026-11-26"))
     assert "kind=apple-m2-ultra, mac0.local over bridge0 (Thunderbolt)\n" in path.read_text()
-    studio, mini, server, old = read_hostfile(path)
+    studio, mini, server, old, spark = read_hostfile(path)
     assert (studio.host, studio.slots, studio.kind) == ("169.254.7.1", 1, "apple-m2-ultra")
     assert [each.wired for each in as_macs([studio, mini])] == [48 * GIB, 14 * GIB]
     assert studio.memory == 64 * GIB
@@ -140,6 +141,7 @@ def test_plans_and_jobs_read_what_was_found(tmp_path: Path) -> None:
     assert (mini.wired, mini.link) == (14 * GIB, None)
     assert (server.memory, server.flops, server.kind) == (8 * GIB, None, "amd-epyc")
     assert (old.host, old.memory, old.kind) == ("old.local", None, None)
+    assert (spark.memory, spark.flops, spark.kind) == (119 * GIB, 125e12, "nvidia-gb10")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_what_carries_an_interface_of_linux(tmp_path: Path) -> None:
     assert host_facts.medium_on_linux("nothing", tmp_path) is None
 
 
+def test_a_box_has_the_chip_with_which_mlx_computes(tmp_path: Path) -> None:
+    processor = host_facts.chip_on_linux(tmp_path)
+    gpu = tmp_path / "0000:01:00.0"
+    gpu.mkdir()
+    (gpu / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 163\n")
+    assert host_facts.chip_on_linux(tmp_path) == "NVIDIA GeForce RTX 4090" != processor
+
+
 def test_a_machine_without_any_tool_has_unknown_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_facts, "_said", lambda *command: None)
     for platform in ("darwin", "linux"):
