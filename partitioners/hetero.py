@@ -245,8 +245,8 @@ class Orders:
 class Tables:
     """A problem as arrays, by kinds of machines.
 
-    A stage is its number of layers and its end, [width, stop]. ``time[kind]``, of a micro-batch, and
-    ``whole[kind]``, with what passes once, are inf for impossible stages; ``fits[stage][kind]`` is
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` of a micro-batch and
+    ``whole[kind]``, with what passes once, are inf for impossible stages. ``fits[stage][kind]`` is
     False for those without room, or None if memory is unknown. ``links`` has the round trip from
     each kind to each.
     """
