@@ -195,6 +195,17 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return get_total_parameters(model), trained
 
 
+def trained_layers(model: nn.Module) -> tuple[bool, ...]:
+    """Return whether each layer, with the embedding or the head beside it, has weights to train."""
+    parts = find_parts(model)
+    groups = [[layer] for layer in parts.layers]
+    groups[0] += [parts.embedding, *parts.before.values()]
+    groups[-1] += [*parts.norms.values(), *(parts.heads.values() or [parts.embedding])]
+    return tuple(
+        any(tree_flatten(each.trainable_parameters()) for each in group) for group in groups
+    )
+
+
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
     """Cut the model into slices, one for each range of layers; nothing is read yet."""
     parts = find_parts(model)

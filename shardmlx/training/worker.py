@@ -25,7 +25,7 @@ from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError, file_access
 from shardmlx.islands.shared_weights import Sharing
-from shardmlx.loading.build import build_model, count_parameters, cut
+from shardmlx.loading.build import build_model, count_parameters, cut, trained_layers
 from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
@@ -95,9 +95,8 @@ class TrainWorker(ModelWorker):
     def trained_layers(self) -> tuple[bool, ...]:
         """Return whether each layer of the model, with the embedding or the head beside it, has
         weights to train."""
-        layers = range(self.opened.shape.num_layers)
-        parts = self._cut([(layer, layer + 1) for layer in layers])
-        return tuple(bool(part.trainable) for part in parts)
+        assert self._model is not None, "it was built"
+        return trained_layers(self._model)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all trained weights by their names."""

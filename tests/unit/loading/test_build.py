@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters, cut
+from shardmlx.loading.build import build_model, count_parameters, cut, trained_layers
 from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from testbed.family_configs import CONFIGS
 from testbed.tiny_models import save_model_directory, tiny_config
@@ -210,6 +210,29 @@ def test_unfreezing_all_trains_embedding_norm_and_head_too(
     trained = dict(tree_flatten(model.trainable_parameters()))
     ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert trained.keys() == layers.keys() | ends
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({"num_layers": 2}, (False, False, True, True)),
+        ({"fine_tune_type": "full", "num_layers": 1}, (False, False, False, True)),
+        (
+            {"fine_tune_type": "full", "num_layers": 1, "unfreeze_all": True},
+            (True, False, False, True),
+        ),
+    ],
+    ids=str,
+)
+def test_a_layer_is_trained_where_a_slice_of_it_alone_is(
+    options: dict[str, Any], trained: tuple[bool, ...], tied: bool, tmp_path: Path
+) -> None:
+    """The first with the embedding, the last with the head, or with the embedding again."""
+    path = save_model_directory(tmp_path / "model", tiny_config(layers=LAYERS, tied=tied))
+    model = build(path, **options)
+    parts = cut(model, [(layer, layer + 1) for layer in range(LAYERS)])
+    assert trained_layers(model) == tuple(bool(part.trainable) for part in parts) == trained
 
 
 def test_a_type_that_is_asked_for_is_that_of_weights_but_not_of_adapters(
