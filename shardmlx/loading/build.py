@@ -206,6 +206,12 @@ def trained_layers(model: nn.Module) -> tuple[bool, ...]:
     )
 
 
+def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all trained weights by their names."""
+    trained = tree_flatten(model.trainable_parameters())
+    return {name: tuple(array.shape) for name, array in trained}
+
+
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
     """Cut the model into slices, one for each range of layers; nothing is read yet."""
     parts = find_parts(model)

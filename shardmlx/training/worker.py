@@ -25,7 +25,13 @@ from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.errors import UserError, file_access
 from shardmlx.islands.shared_weights import Sharing
-from shardmlx.loading.build import build_model, count_parameters, cut, trained_layers
+from shardmlx.loading.build import (
+    build_model,
+    count_parameters,
+    cut,
+    trained_layers,
+    trained_shapes,
+)
 from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.slice import Slice
@@ -95,19 +101,15 @@ class TrainWorker(ModelWorker):
     def trained_layers(self) -> tuple[bool, ...]:
         """Return whether each layer of the model, with the embedding or the head beside it, has
         weights to train."""
-        assert self._model is not None, "it was built"
-        return trained_layers(self._model)
+        return trained_layers(self._built)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all trained weights by their names."""
-        whole = [(0, self.opened.shape.num_layers)]
-        return {
-            name: tuple(part[name].shape) for part in self._cut(whole) for name in part.trainable
-        }
+        return trained_shapes(self._built)
 
     def cut(self, config: TrainConfig, job: Job) -> None:
         """Cut this rank's stages of a run out of the model that was built."""
-        slices = self._cut(job.stage_map.partition.ranges)
+        slices = cut(self._built, job.stage_map.partition.ranges)
         loading = _Loading(config, job, slices, None, time.monotonic(), self.checkpoints)
         self._loading = loading
         self._seen = None
@@ -256,9 +258,10 @@ class TrainWorker(ModelWorker):
                 answers.append(worker.end_step(of_run))
         return answers
 
-    def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
+    @property
+    def _built(self) -> nn.Module:
         assert self._model is not None, "it was built"
-        return cut(self._model, ranges)
+        return self._model
 
     def _last(self) -> _Loading:
         assert self._loading is not None, "its stages were cut"

@@ -16,7 +16,13 @@ from mlx_lm.utils import load_model
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters, cut, trained_layers
+from shardmlx.loading.build import (
+    build_model,
+    count_parameters,
+    cut,
+    trained_layers,
+    trained_shapes,
+)
 from shardmlx.models.runtime.tuner import linear_to_lora_layers
 from testbed.family_configs import CONFIGS
 from testbed.tiny_models import save_model_directory, tiny_config
@@ -233,6 +239,8 @@ def test_a_layer_is_trained_where_a_slice_of_it_alone_is(
     model = build(path, **options)
     parts = cut(model, [(layer, layer + 1) for layer in range(LAYERS)])
     assert trained_layers(model) == tuple(bool(part.trainable) for part in parts) == trained
+    shapes = {name: part[name].shape for part in parts for name in part.trainable}
+    assert trained_shapes(model) == shapes
 
 
 def test_a_type_that_is_asked_for_is_that_of_weights_but_not_of_adapters(
