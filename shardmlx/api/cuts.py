@@ -14,6 +14,10 @@ from shardmlx.engine.token_losses import TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.planning.choice import SET_UP_TOKENS
 
+LARGER = 1.05
+"""Times as long that a request may take by itself with larger micro-batches: its bubble is longer,
+where no other model trains, and there is less to set up."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutRows:
@@ -34,13 +38,16 @@ def cut(request: ForwardBackward, plan: LoopPlan) -> list[CutRows]:
     first. Rows that are computed together are about equally long, and have as many targets.
 
     Their size is what ``train`` would choose: of all that memory allows, the one with which the
-    ranks are done soonest.
+    ranks are done soonest; a larger one that is about as fast, since micro-batches of models that
+    train at once fill each other's bubbles.
     """
     loss = TokenLoss(request.loss, request.settings)
     rows = request.rows
     order = sorted(range(len(rows)), key=lambda i: (_several(rows[i]), -_length(rows[i]), i))
     ways = [_grouped(rows, order, most, plan) for most in _sizes(rows, plan)]
-    groups = min(ways, key=lambda way: _tokens_of_time(rows, way, plan))
+    times = [_tokens_of_time(rows, way, plan) for way in ways]
+    close = [way for way, time in zip(ways, times, strict=True) if time <= LARGER * min(times)]
+    groups = close[-1]
     return [CutRows(group, _microbatch([rows[i] for i in group], loss, plan)) for group in groups]
 
 

@@ -38,6 +38,12 @@ def test_8_rows_of_64_tokens_on_two_ranks_are_4_micro_batches(small: Path) -> No
     assert [each.microbatch.shape for each in pieces] == [(2, 64)] * 4
 
 
+def test_4_rows_are_2_micro_batches_though_4_would_be_a_little_faster_alone(small: Path) -> None:
+    """Alone they take (2 + 1) x (128 + 24) tokens' time, and not (4 + 1) x (64 + 24)."""
+    pieces = cut_on(small, 2, [64] * 4, 1024)
+    assert [list(each.rows) for each in pieces] == [[0, 1], [2, 3]]
+
+
 def test_one_rank_has_no_bubble_and_computes_few_micro_batches(small: Path) -> None:
     pieces = cut_on(small, 1, [16] * 6, 1024)
     assert [list(each.rows) for each in pieces] == [[0, 1, 2, 3, 4, 5]]
