@@ -15,7 +15,16 @@ from mlx.utils import tree_flatten
 
 from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
 from shardmlx.config.specs import Savings
-from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
+from shardmlx.engine.batches import (
+    BASELINE,
+    KNOWN,
+    REFERENCE,
+    Batch,
+    Samples,
+    make_batch,
+    pack,
+    split,
+)
 from shardmlx.engine.objectives import LOSSES, AnswerScores, Objective
 from shardmlx.errors import UserError
 from testbed.tiny_models import VOCABULARY
@@ -126,6 +135,31 @@ def test_orpo_is_exact_where_an_answer_is_almost_certain() -> None:
 
 def test_every_objective_has_a_loss() -> None:
     assert set(LOSSES) == set(OBJECTIVES)
+
+
+def test_options_of_preferences_are_an_objective_and_those_of_sft_none() -> None:
+    assert Objective.of(ObjectiveOptions()) is None
+    how = ObjectiveOptions(objective="kto")
+    assert Objective.of(how) == Objective(how)
+
+
+def test_rewards_are_gains_where_the_start_is_compared_and_probabilities_elsewhere() -> None:
+    batch = batch_of(2)
+    references = batch.known_of(REFERENCE)
+    tokens = batch.counts.sum(axis=1)
+    logps = np.array([-12.5, -30.25])
+    for name, beta, wanted in (
+        ("dpo", 0.1, logps - references),
+        ("kto", 0.1, logps - references),
+        ("cpo", 0.1, logps),
+        ("orpo", 0.25, logps / tokens),
+        ("simpo", 2.0, logps / tokens),
+    ):
+        objective = objective_of(name)
+        found = objective.rewards(mx.array(logps.astype(np.float32)), batch)
+        np.testing.assert_allclose(found, beta * wanted, rtol=1e-6)
+        assert objective.rewards_gains == (name in ("dpo", "kto"))
+        assert objective.swaps == (name == "kto")
 
 
 @pytest.fixture
