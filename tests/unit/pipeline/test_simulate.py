@@ -108,6 +108,18 @@ def test_spans_say_when_each_action_runs() -> None:
     assert simulation.bubble == pytest.approx(0.5)
 
 
+def test_spans_are_written_with_actions_as_text() -> None:
+    simulation = simulate(parse_grid("0F0\n1F0"), (0, 1), EQUAL)
+    assert simulation.written_spans == ((("0F0", 0, 1),), (("1F0", 1, 2),))
+
+
+def test_nothing_takes_no_time_and_has_no_bubble() -> None:
+    for grid in (((),), parse_grid("0F0")):
+        simulation = simulate(grid, (0,), Costs(0, 1, 1))
+        assert (simulation.makespan, simulation.bubbles, simulation.bubble) == (0, (0,), 0)
+        assert timeline(simulation) == "r0"
+
+
 def test_a_link_delays_what_comes_from_another_rank() -> None:
     grid = parse_grid("0F0 0B0\n1F0 1B0")
     assert simulate(grid, (0, 1), EQUAL, link=0.5).makespan == 7
@@ -157,8 +169,9 @@ def test_a_link_must_be_a_time(link: Seconds) -> None:
 
 
 def test_times_of_links_are_a_square_of_the_ranks() -> None:
-    with pytest.raises(ValueError, match="times of links between 2 ranks as 2 x 2"):
-        simulate(parse_grid("0F0 0B0\n1F0 1B0"), (0, 1), EQUAL, [[0.0, 1.0]])
+    for times in ([[0.0, 1.0]], [[0.0, 1.0], [1.0]], [[0.0, 1.0]] * 3):
+        with pytest.raises(ValueError, match="times of links between 2 ranks as 2 x 2"):
+            simulate(parse_grid("0F0 0B0\n1F0 1B0"), (0, 1), EQUAL, times)
 
 
 # Stages of unequal cost
