@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
-from shardmlx.config.specs import Savings
+from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import (
     BASELINE,
     KNOWN,
@@ -25,8 +25,10 @@ from shardmlx.engine.batches import (
     pack,
     split,
 )
+from shardmlx.engine.loss import Head
 from shardmlx.engine.objectives import LOSSES, AnswerScores, Objective
 from shardmlx.errors import UserError
+from shardmlx.models.runtime.slice import Slice
 from testbed.tiny_models import VOCABULARY
 from tests.helpers.engines import run_engine
 from tests.helpers.local_transport import LocalNetwork
@@ -274,6 +276,16 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert evaluated == pytest.approx(expected, rel=1e-6)
     for outcome in outcomes:
         assert largest_difference(outcome.gradients, gradients)[0] < 1e-5
+
+
+def test_a_loss_of_answers_takes_pieces_where_one_of_tokens_holds_all_logits() -> None:
+    part = Slice(tiny_model(layers=1), 0, 1)
+    (both,) = split(batch_of(2), 1, 0, 2)
+    takes = [
+        Head(part, NO_SAVINGS, compiled=False, objective=each).takes_pieces(both)
+        for each in (None, objective_of("dpo"))
+    ]
+    assert takes == [False, True]
 
 
 def test_of_a_pair_both_answers_are_in_one_micro_batch() -> None:
