@@ -141,7 +141,7 @@ class Launcher:
     _answering: tuple[str, ...] = ()
     """The hosts that answered before the last start."""
     _earlier_end: str = ""
-    """The end of the last start of a server of loops, in words: the next one tells them its clients."""
+    """The end of the last start of a server of loops: the next one tells its clients."""
 
     def run(self) -> int:
         launch = self.launch

@@ -42,8 +42,8 @@ class JobOptions:
     training: RunSpec | None = None
     generation: InferenceConfig | None = None
     start: RunStart | None = None
-    """The options and the identity by which training begins, or goes on from a checkpoint; None where
-    nobody looked for any."""
+    """The options and the identity by which training begins, or goes on from a checkpoint; None
+    where nobody looked for any."""
 
 
 def think(options: JobOptions, facts: Facts, advance: Advance = lambda done, total: None) -> Job:
