@@ -81,12 +81,15 @@ class World:
         self.older = draw.choice([0, 0, 7])
         """That of another run in the directory."""
         self.said: list[str] = []
+        self._lines: list[str] = []
+        """What was said since the last start ended, cut before the first colon."""
         self.starts = 0
         self._counted = 0
         """Failures, of a server since it last ran well."""
         self._slept = 0.0
         self._answering: list[str] = [name for name, _ in SLOTS]
-        self._missing: list[str] = []
+        self._before: tuple[list[str], tuple[str, ...]] = (self._answering, ())
+        """The hosts that answered before the last start, and those that it had."""
         self._stops_at = draw.uniform(0, 3000) if draw.random() < 0.15 else float("inf")
 
     def run(self) -> int:
@@ -108,6 +111,7 @@ class World:
         """Hear a line."""
         self.simulation.note("says:", text)
         self.said.append(text)
+        self._lines.append(text.partition(":")[0])
 
     def sleep(self, seconds: float) -> None:
         """Let time pass, unless launch is asked to stop."""
@@ -126,14 +130,17 @@ class World:
 
     def ask(self) -> dict[str, Finding]:
         """Return which hosts do not answer."""
-        self._missing = [each.name for each in self.hosts if not each.is_awake]
         self._answering = [each.name for each in self.hosts if each.is_awake]
         self.simulation.note("answer:", *self._answering)
-        return {name: Finding(name, "no login", "see that it is on") for name in self._missing}
+        missing = [each.name for each in self.hosts if not each.is_awake]
+        return {name: Finding(name, "no login", "see that it is on") for name in missing}
 
     def start(self, start: Start) -> Attempt:
         """Run the job on some hosts, until it ends in one way or another."""
         self._check_start(start)
+        assert [*self._lines] == self._expected_lines(start)
+        self._lines.clear()
+        self._before = (self._answering, start.hosts)
         self.starts += 1
         self._slept = 0.0
         began = self.simulation.now
@@ -144,6 +151,7 @@ class World:
         status, note = job_status(ended, told, was_stopped=self.stopped_by is not None)
         if note:
             self.say(note)
+        assert status != 0 or told == 0
         self.ended_at = self.simulation.now
         if self.command == "serve" and self.ended_at - began > SECONDS_OF_SERVICE:
             self._counted = 0
@@ -165,6 +173,34 @@ class World:
             pause = min(2.0 ** (self._counted - 1), LONGEST_PAUSE)
             assert self._slept >= pause
             assert self.command == "serve" or self._slept == pause
+
+    def _expected_lines(self, start: Start) -> list[str]:
+        """Return the beginnings of the lines that were due before a start."""
+        answered, had = self._before
+        if not self.starts:
+            spares = [name for name, _ in SLOTS if name not in start.hosts]
+            said = f"{' and '.join(spares)} would take the place of a host that is lost"
+            return [said] if spares else []
+        lines = [line for line in self._lines if line.startswith(("mpirun", "the job failed"))]
+        back = [name for name in self._answering if name not in answered]
+        new = [name for name in start.hosts if name not in had]
+        if self.command == "serve":
+            waits = [line for line in self._lines if line.startswith("waits for")]
+            taking = [f"{name} takes over" for name in new]
+            return [*lines, *waits, *taking, "the server starts again; its prefix cache is lost"]
+        gone = [name for name in answered if name not in self._answering]
+        lines += [f"goes on without {name}" for name in gone]
+        lines += [f"{name} is back" for name in back]
+        lines += [f"{name} takes over" for name in new if name not in back]
+        if start.ranks < self.launch.ranks:
+            return [*lines, f"layout for {start.ranks} rank{'s' * (start.ranks > 1)}"]
+        is_whole = len(self._answering) == len(SLOTS)
+        there = f"{'all' if is_whole else 'enough'} hosts are there"
+        return [*lines, there] if self._had_fewer(had) else lines
+
+    def _had_fewer(self, hosts: tuple[str, ...]) -> bool:
+        """Return whether a start on these hosts had fewer ranks than are wanted."""
+        return sum(slots for name, slots in SLOTS if name in hosts) < self.launch.ranks
 
     def _begins_at(self, start: Start) -> int:
         """Return the step from which the run goes on, as ``train`` finds it."""
