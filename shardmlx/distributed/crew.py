@@ -335,7 +335,7 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
         raise agreed from error
     except (AgreedFailure, Stopped) as error:
         if crew.is_followed and crew.size > 1:
-            # As one that all ranks know it would let rank 0 wait for the others to leave.
+            # If all ranks knew it, rank 0 would wait for the others to leave.
             raise RuntimeError(one_line(error)) from error
         crew.dismiss(error)
         raise

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 import mpi4py
 
 from shardmlx.common.environment import launched_rank, launched_size
+from shardmlx.distributed.beat_queue import BeatQueue
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
-from shardmlx.distributed.outgoing import Outgoing
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.distributed.shutdown import (
     Absent,
@@ -302,7 +302,7 @@ class _MPIBeatChannel:
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
         self._lock = threading.Lock()
-        self._outgoing = Outgoing[MPI.Request](self._send, lambda request: request.Test())
+        self._outgoing = BeatQueue[MPI.Request](self._send, lambda request: request.Test())
         self._buffers = {
             peer: bytearray(BEAT_BYTES)
             for peer in range(communicator.size)
@@ -317,8 +317,8 @@ class _MPIBeatChannel:
         return self._communicator.Isend([data, MPI.BYTE], peer)
 
     def post(self, peer: int, data: bytes, *, is_repeated: bool) -> None:
-        """Send, unless the peer is gone: at once, or after the message before. Of messages that are
-        ``is_repeated`` the newest waits."""
+        """Send, unless the peer is gone: at once, or after the message before. The newest alone
+        waits of messages that are ``is_repeated``."""
         with self._lock, contextlib.suppress(MPI.Exception):
             self._outgoing.post(peer, data, is_repeated=is_repeated)
 

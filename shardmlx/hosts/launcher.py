@@ -31,7 +31,7 @@ from shardmlx.hosts.mpirun import check_path, mpirun_path, settings_for
 from shardmlx.hosts.output_relay import LastWords, SaidByRank0
 from shardmlx.hosts.reachability import at_once, check_hosts, is_local, local_hosts
 from shardmlx.hosts.remote_login import Login, RemoteLogin
-from shardmlx.hosts.restarts import FAILED, Attempt, GaveUp, Restarts, Start, job_status
+from shardmlx.hosts.restarts import FAILED, Attempt, GaveUp, JobStarts, Start, job_status
 from shardmlx.hosts.supervisor import StartLimit, Supervisor
 
 
@@ -99,7 +99,7 @@ class Launcher:
             self.say(str(note))
         if launch.checkpoints is not None and launch.chose_directory:
             self.say(f"checkpoints in {launch.checkpoints.checkpoint_dir}, to restart from")
-        return Restarts(launch, self).run()
+        return JobStarts(launch, self).run()
 
     @property
     def stopped_by(self) -> int | None:

@@ -48,7 +48,7 @@ class Attempt:
 
 
 class Surroundings(Protocol):
-    """What the starts of a job need of the world."""
+    """Hosts, mpirun and a clock, as far as the starts of a job need them."""
 
     @property
     def stopped_by(self) -> int | None:
@@ -113,7 +113,7 @@ def pause_before(restart: int) -> float:
     return min(2.0**doublings, LONGEST_PAUSE)
 
 
-class Restarts:
+class JobStarts:
     """Starts of a job, all of whose hosts answer at first, until it is done."""
 
     def __init__(self, launch: LaunchOptions, surroundings: Surroundings) -> None:

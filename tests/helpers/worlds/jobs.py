@@ -13,9 +13,9 @@ import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
+from shardmlx.distributed.beat_queue import BeatQueue
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
-from shardmlx.distributed.outgoing import Outgoing
 from shardmlx.distributed.times import (
     HURRY,
     PERIOD,
@@ -50,7 +50,7 @@ class Rank:
         self._is_in_hurry = False
         self._signals: list[signal.Signals] = []
         self._inbox: list[tuple[int, Beat]] = []
-        self._outgoing = Outgoing[list[bool]](self._begin_to_send, bool)
+        self._outgoing = BeatQueue[list[bool]](self._begin_to_send, bool)
         self._connected: set[int] = set()
         self._next_look = 0
         world.simulation.after(world.random.uniform(0, PERIOD), self._look, 0)

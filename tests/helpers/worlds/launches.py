@@ -25,7 +25,7 @@ from shardmlx.hosts.restarts import (
     SECONDS_OF_SERVICE,
     Attempt,
     GaveUp,
-    Restarts,
+    JobStarts,
     Start,
     job_status,
 )
@@ -95,7 +95,7 @@ class World:
     def run(self) -> int:
         """Launch; return its exit status, as ``launcher.run`` does."""
         try:
-            return Restarts(self.launch, self).run()
+            return JobStarts(self.launch, self).run()
         except Stopped as stop:
             return 128 + stop.signal
         except GaveUp as error:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 R = TypeVar("R")
 
 
-class Outgoing(Generic[R]):
+class BeatQueue(Generic[R]):
     """Messages that ``send`` begins to send to a peer, each once ``is_done`` says so of the request
     that it returned for the message before."""
 
@@ -20,8 +20,8 @@ class Outgoing(Generic[R]):
         self._waiting: dict[int, deque[tuple[bytes, bool]]] = {}
 
     def post(self, peer: int, data: bytes, *, is_repeated: bool) -> None:
-        """Send a message, or let it wait while others are on their way. Of those in a row that are
-        ``is_repeated``, the newest alone waits: it tells what the others do."""
+        """Send a message, or let it wait while others are on their way. The newest alone waits
+        of those in a row that are ``is_repeated``: it tells what the others do."""
         waiting = self._waiting.setdefault(peer, deque())
         if waiting and is_repeated and waiting[-1][1]:
             waiting.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardmlx.distributed.outgoing import Outgoing
+from shardmlx.distributed.beat_queue import BeatQueue
 
 
 class Wire:
@@ -11,7 +11,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[tuple[int, bytes]] = []
         self.done: set[int] = set()
-        self.outgoing = Outgoing[int](self._send, lambda request: request in self.done)
+        self.outgoing = BeatQueue[int](self._send, lambda request: request in self.done)
 
     def _send(self, peer: int, data: bytes) -> int:
         self.sent.append((peer, data))
