@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -62,9 +62,16 @@ class Plan:
     def grid(self, microbatches: int) -> Grid:
         """Return the lowered actions of a step of so many micro-batches, by pipeline rank, which
         are proved to end. Raises ``UserError`` if the schedule cannot run so many."""
+        return self._by_rank(_proved_grid, microbatches)
+
+    def unproved_grid(self, microbatches: int) -> Grid:
+        """Return what ``grid`` does without a proof, for a prediction of a plan among many."""
+        return self._by_rank(_lowered_grid, microbatches)
+
+    def _by_rank(self, grid_of: Callable[..., Grid], microbatches: int) -> Grid:
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
         order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-        grid = _proved_grid(self.schedule, self.mesh.pp, virtual, self.trainable, microbatches)
+        grid = grid_of(self.schedule, self.mesh.pp, virtual, self.trainable, microbatches)
         return tuple(grid[order.index(rank)] for rank in range(self.mesh.pp))
 
     @property
@@ -88,12 +95,14 @@ class Plan:
 
     @property
     def shortest_alike(self) -> Plan:
-        """The plan of a step of as few micro-batches, of as few rows, as take a rank through all
-        that it holds at a time in this step."""
+        """The plan of a step of as few micro-batches, of as few rows and layers, as take a rank
+        through all that it holds at a time in this step: one for all plans with these actions."""
         schedule = get_schedule(self.schedule)
         count = schedule.fewest_alike(self.mesh.pp, self.runs * self.microbatches)
+        stages = StageMap.from_sizes([1] * self.stage_map.num_stages, self.stage_map.placement)
         return replace(
             self,
+            stage_map=stages,
             rows=count * self.together,
             micro_batch_rows=self.together,
             pack=False,
@@ -116,15 +125,22 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
+def _lowered_grid(
+    schedule: str, pp: int, virtual: int, trainable: tuple[bool, ...], microbatches: int
+) -> Grid:
+    """Return lowered actions by the ranks of the schedule: stage maps that number these otherwise
+    share them."""
+    grid = compute_actions(schedule, pp, microbatches, virtual)
+    return lower(grid, get_schedule(schedule).placement(pp, virtual), trainable)
+
+
+@lru_cache(maxsize=64)
 def _proved_grid(
     schedule: str, pp: int, virtual: int, trainable: tuple[bool, ...], microbatches: int
 ) -> Grid:
-    """Return lowered actions that cannot deadlock, by the ranks of the schedule: stage maps that
-    number these otherwise share the proof."""
-    placement = get_schedule(schedule).placement(pp, virtual)
-    grid = compute_actions(schedule, pp, microbatches, virtual)
-    lowered = lower(grid, placement, trainable)
-    validate(lowered, placement, trainable)
+    """Return lowered actions that cannot deadlock, by the ranks of the schedule."""
+    lowered = _lowered_grid(schedule, pp, virtual, trainable, microbatches)
+    validate(lowered, get_schedule(schedule).placement(pp, virtual), trainable)
     return lowered
 
 

@@ -40,13 +40,11 @@ reads 16-bit weights while it computes 26 tokens, an M4 Max 31."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assessment:
-    """A way that fits: its plan, the seconds of a step for comparison (FLOPs if the speed of the
-    machines is unknown), and the memory of each world rank."""
+class Fit:
+    """A way that fits: its plan, and the memory of each world rank."""
 
     way: RunSpec
     plan: Plan
-    seconds: float
     memory: tuple[PlannedMemory, ...]
 
     def costs(self, cluster: Cluster) -> tuple[object, ...]:
@@ -54,6 +52,14 @@ class Assessment:
         most memory free."""
         fullness = max(each.peak / cluster.capacity(i) for i, each in enumerate(self.memory))
         return complexity(self.way), self.way.layout.schedule != SIMPLEST, fullness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment(Fit):
+    """A way that fits, with the seconds of a step for comparison: FLOPs if the speed of the
+    machines is unknown."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +118,14 @@ class Choice:
 
 def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
     """Return a way's time and memory; ``DoesNotFitError`` without room, or ``UserError``."""
+    return _timed(fit(way, facts), facts)
+
+
+def fit(way: RunSpec, facts: PlanFacts) -> Fit:
+    """Return a way's plan and memory; raises as ``assess``."""
     plan = lay_out(way, facts)
-    workload = facts.work(way)
     cluster = facts.cluster
-    memory = _memory(plan, workload, facts)
+    memory = _memory(plan, facts.work(way), facts)
     for rank, each in enumerate(memory):
         too_much = each.peak - cluster.capacity(rank)
         if too_much > 0:
@@ -127,9 +137,14 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
                 too_much,
                 "divide the layers otherwise, or use more machines",
             )
+    return Fit(way=way, plan=plan, memory=memory)
+
+
+def _timed(fitting: Fit, facts: PlanFacts) -> Assessment:
+    plan = fitting.plan
     length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_rows, facts)
-    seconds = predict_seconds(plan, workload, cluster, length)
-    return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
+    seconds = predict_seconds(plan, facts.work(fitting.way), facts.cluster, length)
+    return Assessment(way=fitting.way, plan=plan, memory=fitting.memory, seconds=seconds)
 
 
 def _memory(plan: Plan, workload: Workload, facts: PlanFacts) -> tuple[PlannedMemory, ...]:
@@ -252,7 +267,7 @@ class _Search:
         self.failures: list[UserError] = []
         self.tightest: dict[tuple[int | None, bool], RunSpec] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
-        self._assessed: dict[int, Assessment | UserError] = {}
+        self._fitted: dict[int, Fit | UserError] = {}
         for place, way in enumerate(ways):
             best = self.tightest.setdefault(_group(way), way)
             if _tightness(way) > _tightness(best):
@@ -290,8 +305,8 @@ class _Search:
         if place not in of_sizes:
             return
         found = self._result(place)
-        if isinstance(found, Assessment):
-            self.found[place] = found
+        if isinstance(found, Fit):
+            self.found[place] = _timed(found, self._facts)
         elif isinstance(found, DoesNotFitError) and self.has_room(_group(way)):
             too_large = bisect_left(of_sizes, True, key=self._lacks_memory)
             del of_sizes[too_large:]
@@ -300,21 +315,21 @@ class _Search:
         """Return whether the tightest way of a group fits."""
         if group not in self._room:
             tightest = self._result(self.ways.index(self.tightest[group]))
-            self._room[group] = isinstance(tightest, Assessment)
+            self._room[group] = isinstance(tightest, Fit)
         return self._room[group]
 
     def _lacks_memory(self, place: int) -> bool:
         return isinstance(self._result(place), DoesNotFitError)
 
-    def _result(self, place: int) -> Assessment | UserError:
-        """Return the assessment of a way, or why it has none."""
-        if place not in self._assessed:
+    def _result(self, place: int) -> Fit | UserError:
+        """Return how a way fits, or why it does not."""
+        if place not in self._fitted:
             try:
-                self._assessed[place] = assess(self.ways[place], self._facts)
+                self._fitted[place] = fit(self.ways[place], self._facts)
             except UserError as error:
-                self._assessed[place] = error
+                self._fitted[place] = error
                 self.failures.append(error)
-        return self._assessed[place]
+        return self._fitted[place]
 
     def nearest_failure(self) -> UserError:
         """Return the error of the way that lacks least."""

@@ -159,19 +159,20 @@ def pipeline_seconds(
     replica: int | None = None,
 ) -> list[ModelSeconds]:
     """Return a micro-batch's times on each pipeline rank, of its slowest or the given replica."""
-    clocks = [cluster.clock(rank, workload) for rank in range(mesh.size)]
-    seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
     hidden = rows * length * workload.shape.hidden_size * workload.dtype_bytes
-    of_ranks = [
-        cluster.with_sums(seconds[clock], rank, hidden) for rank, clock in enumerate(clocks)
-    ]
-    return [
-        max(
-            (of_ranks[each] for each in _counted(mesh, rank, replica)),
-            key=lambda times: times.stage(0, len(times.layers)).microbatch,
-        )
-        for rank in range(mesh.pp)
-    ]
+    times = {}  # of machines alike
+    wholes = {}
+    kinds = []
+    for rank in range(mesh.size):
+        clock = cluster.clock(rank, workload)
+        kind = (clock, cluster.machines[rank].ring)
+        kinds.append(kind)
+        if kind not in times:
+            own = cluster.with_sums(clock.seconds(workload, rows, length), rank, hidden)
+            times[kind] = own
+            wholes[kind] = own.stage(0, len(own.layers)).microbatch
+    members = [_counted(mesh, rank, replica) for rank in range(mesh.pp)]
+    return [times[max((kinds[each] for each in own), key=wholes.__getitem__)] for own in members]
 
 
 def between_ranks(

@@ -114,21 +114,21 @@ class ModelSeconds:
             parts.append(self.embedding)
         if stop == len(self.layers):
             parts.append(self.head)
-        total = sum(parts, Seconds())
-        forward = max(LEAST_SECONDS, total.forward)
-        update = max(0.0, total.update)
+        forward = max(LEAST_SECONDS, sum(each.forward for each in parts))
         if stop <= self.first_trained:
             return Seconds(forward)
+        inputs = sum(each.input_gradient for each in parts)
+        weights = sum(each.weight_gradient for each in parts)
+        update = max(0.0, sum(each.update for each in parts))
         # Only layers with a backward pass are recomputed.
         trained = self.layers[max(start, self.first_trained) : stop]
         again = COMPUTED_AGAIN[self.recompute] * max(0.0, sum(each.forward for each in trained))
-        backward = max(0.0, total.input_gradient + total.weight_gradient) + again
+        backward = max(0.0, inputs + weights) + again
         if start <= self.first_trained:
             return Seconds(forward, 0.0, backward, update)
         if self.recompute == FULL:
             return Seconds(forward, backward, 0.0, update)
-        input_gradient = max(0.0, total.input_gradient) + again
-        return Seconds(forward, input_gradient, max(0.0, total.weight_gradient), update)
+        return Seconds(forward, max(0.0, inputs) + again, max(0.0, weights), update)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +146,24 @@ class Speed:
         shape = workload.shape
         tune = workload.fine_tune
         tokens = rows * length
-
-        def part(flops: float, layer: int, in_turn: int = 0) -> Seconds:
-            once = flops * tokens / self.flops
-            waits = in_turn * self.token
-            if layer < workload.first_trained:
-                return Seconds(once + waits)
-            return Seconds(once + waits, once + BACKWARD_TOKENS * waits, once * tune.is_full)
-
-        count = shape.num_layers
-        kinds = [shape.layer(layer) for layer in range(count)]
-        layers = tuple(
-            part(kind.flops(length), layer, tokens_in_turn(kind, length))
-            for layer, kind in enumerate(kinds)
-        )
-        head = part(shape.head_flops(), count - 1)
-        head = replace(head, weight_gradient=head.weight_gradient * tune.unfreeze_all)
+        first = workload.first_trained
+        frozen = []  # of a layer of each kind
+        trained = []
+        for kind in shape.kinds:
+            once = kind.flops(length) * tokens / self.flops
+            waits = tokens_in_turn(kind, length) * self.token
+            backward = once + BACKWARD_TOKENS * waits
+            frozen.append(Seconds(once + waits))
+            trained.append(Seconds(once + waits, backward, once * tune.is_full))
+        of_head = shape.head_flops() * tokens / self.flops
+        backward = of_head if first < shape.num_layers else 0.0
+        head = Seconds(of_head, backward, backward * tune.is_full * tune.unfreeze_all)
         return ModelSeconds(
-            layers=layers,
+            layers=tuple(
+                trained[kind] if layer >= first else frozen[kind]
+                for layer, kind in enumerate(shape.pattern)
+            ),
             head=head.of_share(workload.head_share),
-            first_trained=workload.first_trained,
+            first_trained=first,
             recompute=workload.batch.recomputed,
         )
