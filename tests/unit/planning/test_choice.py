@@ -3,6 +3,7 @@ nothing fits."""
 
 import cProfile
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,18 +217,30 @@ def test_no_other_way_is_faster_and_fits(model: Path) -> None:
         assert best <= other.seconds * 1.01
 
 
-def calls(model: Path, batch_size: int) -> int:
-    """The number of calls of functions that a choice for two machines takes."""
-    question = asked(model, macs((12, 4), (12, 4)), batch_size=batch_size)
+def calls(*question: Any, **options: Any) -> Counter[str]:
+    """How often a choice calls each function, by its name."""
+    made = asked(*question, **options)
     with cProfile.Profile() as profile:
-        choose(*question)
-    return sum(each.callcount for each in profile.getstats())
+        choose(*made)
+    found: Counter[str] = Counter()
+    for each in profile.getstats():
+        found[getattr(each.code, "co_name", str(each.code))] += each.callcount
+    return found
 
 
 def test_the_cost_of_a_choice_does_not_grow_with_the_batch(model: Path) -> None:
     """But for the chosen step, of which each action is shown, and a few more sizes to look at."""
-    few, many = (calls(model, batch_size) for batch_size in (64, 1024))
+    two = macs((12, 4), (12, 4))
+    few, many = (calls(model, two, batch_size=size).total() for size in (64, 1024))
     assert many / few < 2
+
+
+def test_a_choice_counts_stages_alike_once_and_times_what_it_looks_at(model: Path) -> None:
+    unlike = macs((48, 27), (32, 14), (16, 10), (12, 4))
+    found = calls(model, unlike, batch_size=512)
+    assert found["lay_out"] > 30
+    assert found["stage_memory"] < 24 * found["lay_out"]
+    assert found["predict_seconds"] < found["lay_out"] / 3
 
 
 def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) -> None:
