@@ -16,7 +16,7 @@ checks that a model can run in this way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy, deepcopy
 from functools import partial
@@ -67,6 +67,12 @@ class _AllGiven(Exception):
     """The body has come to the layers, and is not needed any more."""
 
 
+def _attentions(layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of layers that call MLX's attention."""
+    for layer in layers:
+        yield from (module for module in layer.modules() if calls(module, ATTENTION))
+
+
 class Decoder:
     """Layers ``start`` to ``stop`` of a model of mlx-lm, on a device that ``fuses`` attention or
     not. Not for several threads at a time."""
@@ -83,10 +89,7 @@ class Decoder:
                 if calls(module, ATTENTION):
                     rebind(module, ATTENTION, attend)
             use_pieces(layer)
-        attentions = [[m for m in each.modules() if calls(m, ATTENTION)] for each in parts.layers]
-        self._ropes = [rope for m in chain(*attentions[start:stop]) for rope in ropes_of(m)]
-        # Without a module for it, attention may rotate by the place in the row.
-        self.takes_shared_prefixes = all(map(ropes_of, chain(*attentions)))
+        self._ropes = [*chain(*map(ropes_of, _attentions(self.layers)))]
         self.embedding = parts.embedding
         self._carrier = parts.carrier
         self._fuses = fuses
@@ -106,6 +109,11 @@ class Decoder:
         self._has_every_cache = self.caches == [*range(len(self._empty))]
         places = [hasattr(cache, "offset") for cache in self._empty]
         self._counts = any(places) and not any(places[i] for i in self.caches)
+
+    def takes_shared_prefixes(self) -> bool:
+        """Return whether rows of the whole model may share prefixes: without a module for it,
+        attention may rotate by the place in the row."""
+        return all(map(ropes_of, _attentions(self.parts.layers)))
 
     def _own_body(self, embed: Callable[[mx.array], mx.array]) -> nn.Module:
         parts = self.parts

@@ -130,7 +130,7 @@ class Slice:
             stop: [*chain(*map(key_every_dropout, head.values()))],
         }
         states = self._first_states(model)
-        self.takes_shared_prefixes = decoder.takes_shared_prefixes
+        self.takes_shared_prefixes = decoder.takes_shared_prefixes()
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         self.output_size = parts.width if self.is_last else self.hidden_size
