@@ -245,9 +245,9 @@ class Slice:
                 use_swiglu(layer, swiglu)
 
     @property
-    def drops(self) -> bool:
-        """True if a dropout of the slice is active."""
-        return any(dropout.training for dropout in chain(*self._dropouts.values()))
+    def head_drops(self) -> bool:
+        """True if a dropout of the last slice's head is active."""
+        return any(dropout.training for dropout in self._dropouts[self.stop])
 
     def dropout_starts(self, key: tuple[int, ...], first_row: int = 0) -> mx.array:
         """Return the numbers from which all dropouts of the slice draw, uint32 (dropouts, 2): a

@@ -92,7 +92,7 @@ class Head:
         self._savings = savings
         self._objective = objective
         # A piece with dropout has an argument that is no array, so it is not compiled.
-        compiled = compiled and not part.drops
+        compiled = compiled and not part.head_drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
         make = mx.compile if compiled else (lambda function: function)
         self._loss_of, self._gradients_of = make(self._loss_graph), make(self._gradients_graph)
@@ -254,7 +254,7 @@ class Head:
             yield start, piece, self._how(given, numbers[mine])
 
     def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
-        if not self._part.drops:
+        if not self._part.head_drops:
             return {}
         length, places = given.microbatch.shape[1], given.microbatch.places
         if places is None:

@@ -42,8 +42,7 @@ class JobOptions:
     training: RunSpec | None = None
     generation: InferenceConfig | None = None
     start: RunStart | None = None
-    """The options and the identity by which training begins, or goes on from a checkpoint; None
-    where nobody looked for any."""
+    """How the training begins, or goes on, if it is looked for checkpoints."""
 
 
 def think(options: JobOptions, facts: Facts, advance: Advance = lambda done, total: None) -> Job:

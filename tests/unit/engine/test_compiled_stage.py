@@ -268,6 +268,30 @@ def test_packed_rows_with_dropout_share_a_graph(traces: list[tuple[int, ...]]) -
         assert_close(ours, theirs)
 
 
+def test_a_head_without_dropout_is_compiled_whatever_layers_drop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = move_trained(with_adapters(tiny_model(layers=LAYERS), dropout=0.5))
+    part = Slice(model, *WHERE["last"])
+    pieces = Savings(loss_chunk=8, counted_only=True)
+    expected = step(stage_of(part, compiled=False, savings=pieces), PACKED, key=(7,))
+    traced = [0]
+    logits = Slice.logits
+
+    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
+        traced[0] += 1
+        return logits(part, x, **how)
+
+    monkeypatch.setattr(Slice, "logits", counted)
+    stage = stage_of(part, savings=pieces)
+    found = step(stage, PACKED, key=(7,))
+    once = traced[0]
+    stage.gradients.clear()
+    step(stage, PACKED, key=(8,))
+    assert traced[0] == once < 2 * len(PACKED)
+    assert_close(found, expected)
+
+
 def test_masks_of_dropout_are_drawn_for_each_micro_batch() -> None:
     model = move_trained(with_adapters(tiny_model(layers=LAYERS), dropout=0.5))
     stage = stage_of(Slice(model, 0, 1))
