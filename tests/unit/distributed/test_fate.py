@@ -10,6 +10,7 @@ import pytest
 
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
+from shardmlx.distributed.times import PERIOD
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 Event = Callable[[JobFate, float], list[Action]]
@@ -312,3 +313,28 @@ def test_after_a_peer_has_spoken_nothing_is_said_and_the_process_ends_soon() -> 
 
 def test_a_process_without_its_mpirun_ends() -> None:
     assert played(fate_of(1), [(0.1, looked("", launched=False))]) == [(0.1, Do.EXIT)]
+
+
+def test_a_rank_looks_once_a_period_at_first_and_knows_what_those_it_hears_do() -> None:
+    fate = fate_of(1)
+    assert fate.pause == PERIOD
+    fate.heard(0, Beat("step 4"), 0.1)
+    fate.heard(2, Beat("step 5"), 0.1)
+    assert fate.last_activity(0) == "step 4"
+    assert fate.last_activity(2) is None
+
+
+def test_a_process_that_is_there_again_has_not_died() -> None:
+    gone = looked("loading", {1: "gone"})
+    alive = looked("loading", {1: None})
+    trace: Trace = [(0.9, LOOK), (1.0, gone), (1.05, alive), *looks(1.5, 4, alive=(1, 2))]
+    assert played(fate_of(), trace) == []
+
+
+def test_a_rank_that_wakes_lets_those_that_were_awake_report_a_death_first() -> None:
+    gone = looked("loading", {1: "gone"})
+    woken: Trace = [(0.9, LOOK), (1.0, gone), (20.0, gone), (20.2, gone)]
+    fate = fate_of()
+    assert played(fate, woken) == []
+    (end,) = played(fate, [(20.0 + PERIOD, gone)])
+    assert end == (20.0 + PERIOD, died(1, "starting"))
