@@ -194,11 +194,6 @@ class LoopWorker(ModelWorker):
         return self._plan
 
     @property
-    def base(self) -> Sequence[Slice]:
-        """The stages of the base on this rank, without any LoRA."""
-        return self._base
-
-    @property
     def keys(self) -> AdapterKeys:
         """The modules of the base that can have adapters."""
         assert self._keys is not None, "the base was cut"

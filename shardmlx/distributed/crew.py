@@ -27,7 +27,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.tags import COMMAND_TAG
 from shardmlx.distributed.transport import Outbox, Transport
-from shardmlx.errors import AgreedFailure, Stopped, UserError
+from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -316,7 +316,8 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
     its block, and are given None for theirs. All ranks must call it.
 
     If rank 0's block raises ``UserError``, ``AgreedFailure`` or ``Stopped`` between two commands,
-    all ranks raise it, the first as ``AgreedError``.
+    all ranks raise it, the first as ``AgreedError``. While the others follow it they hear of none:
+    rank 0 alone raises it, as ``UserError`` or ``RuntimeError``, which ends the job.
     """
     if transport.rank != 0:
         _follow(transport, worker)
@@ -328,13 +329,15 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
         crew.finish()
     except UserError as error:
         if crew.is_followed:
-            raise
+            raise UserError(error.problem, error.remedy) from error
         agreed = AgreedError(error.problem, error.remedy)
         crew.dismiss(agreed)
         raise agreed from error
     except (AgreedFailure, Stopped) as error:
-        if not crew.is_followed:
-            crew.dismiss(error)
+        if crew.is_followed and crew.size > 1:
+            # If all ranks knew it, rank 0 would wait for the others to leave.
+            raise RuntimeError(one_line(error)) from error
+        crew.dismiss(error)
         raise
     except GeneratorExit:
         crew.dismiss(None)

@@ -33,6 +33,12 @@ class Beat:
     gone: tuple[int, ...] = ()
     fails: bool = False
 
+    @property
+    def is_repeated(self) -> bool:
+        """True if the next sign of life tells all that this one does. The end of a rank, and its
+        wish to report a failure, are told once, or are needed at once."""
+        return self.state is State.ALIVE and not self.fails
+
 
 @dataclass(frozen=True, slots=True)
 class Look:

@@ -28,11 +28,13 @@ from shardmlx.distributed.transport import Activity
 class BeatChannel(Protocol):
     """A carrier of small messages between ranks. Thread-safe; never waits, and never raises."""
 
-    def post(self, peer: int, data: bytes) -> None:
-        """Send, unless the message before is still on its way."""
+    def post(self, peer: int, data: bytes, *, is_repeated: bool) -> None:
+        """Send, once the message before is no longer on its way. One that ``is_repeated`` is left
+        out if a newer one comes meanwhile."""
 
     def fetch(self) -> Iterable[tuple[int, bytes]]:
-        """Yield sender and data of each message that has come. Meanwhile ``post`` may wait."""
+        """Yield sender and data of each message that has come, and send what waits for its turn.
+        Meanwhile ``post`` may wait."""
 
     def close(self) -> None:
         """Receive no more."""
@@ -166,7 +168,7 @@ class JobWatch:
     def _send(self, peers: Iterable[int], beat: Beat) -> None:
         data = pickle.dumps(beat)
         for peer in peers:
-            self._channel.post(peer, data)
+            self._channel.post(peer, data, is_repeated=beat.is_repeated)
 
     def _give_up(self) -> None:
         try:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 import mpi4py
 
 from shardmlx.common.environment import launched_rank, launched_size
+from shardmlx.distributed.beat_queue import BeatQueue
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
@@ -38,6 +39,7 @@ from shardmlx.distributed.times import (
     HURRY,
     OWN_SLEEP,
     SECONDS_TO_ABORT,
+    SECONDS_TO_BE_HEARD,
     SECONDS_TO_LEAVE,
     TO_TELL,
     silence_limit,
@@ -291,7 +293,7 @@ class _RollCall:
 
 
 class _MPIBeatChannel:
-    """Signs of life, on a separate communicator; at most one unfinished per peer.
+    """Signs of life, on a separate communicator; at most one on its way to each peer.
 
     A receive waits for each peer at all times: after a process fails, MPI no longer delivers its
     earlier messages, or messages from any source.
@@ -300,7 +302,7 @@ class _MPIBeatChannel:
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
         self._lock = threading.Lock()
-        self._sending: dict[int, MPI.Request] = {}
+        self._outgoing = BeatQueue[MPI.Request](self._send, lambda request: request.Test())
         self._buffers = {
             peer: bytearray(BEAT_BYTES)
             for peer in range(communicator.size)
@@ -311,17 +313,28 @@ class _MPIBeatChannel:
     def _receive(self, peer: int) -> MPI.Request:
         return self._communicator.Irecv([self._buffers[peer], MPI.BYTE], peer)
 
-    def post(self, peer: int, data: bytes) -> None:
-        """Send, unless the message before is still on its way, or the peer is gone."""
+    def _send(self, peer: int, data: bytes) -> MPI.Request:
+        return self._communicator.Isend([data, MPI.BYTE], peer)
+
+    def post(self, peer: int, data: bytes, *, is_repeated: bool) -> None:
+        """Send, unless the peer is gone: at once, or after the message before. The newest alone
+        waits of messages that are ``is_repeated``."""
         with self._lock, contextlib.suppress(MPI.Exception):
-            last = self._sending.get(peer)
-            if last is None or last.Test():
-                self._sending[peer] = self._communicator.Isend([data, MPI.BYTE], peer)
+            self._outgoing.post(peer, data, is_repeated=is_repeated)
+
+    def _send_waiting(self) -> bool:
+        """Send what waits for its turn; return whether nothing does."""
+        is_empty = True
+        for peer in self._buffers:
+            with contextlib.suppress(MPI.Exception):
+                is_empty &= self._outgoing.send_waiting(peer)
+        return is_empty
 
     def fetch(self) -> Iterator[tuple[int, bytes]]:
-        """Yield sender and data of each message that has come."""
+        """Yield sender and data of each message that has come; send what waits for its turn."""
         status = MPI.Status()
         with self._lock:
+            self._send_waiting()
             for _ in range(FETCHES):
                 for peer in list(self._receiving):
                     try:
@@ -332,8 +345,11 @@ class _MPIBeatChannel:
                         del self._receiving[peer]  # nothing more will come
 
     def close(self) -> None:
-        """Receive no more."""
+        """Receive no more; send what waits, for a moment."""
+        end = time.monotonic() + SECONDS_TO_BE_HEARD
         with self._lock, contextlib.suppress(MPI.Exception):
+            while not self._send_waiting() and time.monotonic() < end:
+                time.sleep(HURRY)
             for request in self._receiving.values():
                 request.Cancel()
                 request.Wait()

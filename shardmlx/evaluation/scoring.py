@@ -42,7 +42,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked for beside the log-probabilities of the tokens themselves: the ``top``
+    """Numbers that are asked for beside the log-probabilities of the tokens themselves: the ``top``
     likeliest, and ``others`` of each sequence, ids (T - 1, n), or None."""
 
     top: int

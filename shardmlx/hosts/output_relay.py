@@ -23,9 +23,9 @@ from shardmlx.common.hang_up import write_all
 
 SECONDS_OF_REST = 0.2  # without output, after mpirun's end, in which all has been read
 _BYTES = 1 << 16
-_KEPT_BYTES = 1 << 14  # of the end of stderr, in which the last words stand
+_KEPT_BYTES = 1 << 14  # The end of stderr, of that many bytes, has the last words.
 
-# What JobShutdown says, and what PRRTE 3 does, which breaks its line somewhere.
+# JobShutdown says the first, and PRRTE 3 the second, whose line it breaks somewhere.
 _FAILURE = re.compile(r"^shardmlx: failed: (.+)$", re.MULTILINE)
 _LOST = re.compile(
     r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+(\S+)\s+exited\s+on\s+signal\s+(\d+)"
@@ -90,7 +90,7 @@ class SaidByRank0:
 
 
 class _Filter(Protocol):
-    """What output passes through on its way."""
+    """A filter that output passes through on its way."""
 
     def taken_out_of(self, data: bytes) -> bytes:
         """Return the part of output that goes on now."""

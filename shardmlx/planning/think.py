@@ -42,7 +42,8 @@ class JobOptions:
     training: RunSpec | None = None
     generation: InferenceConfig | None = None
     start: RunStart | None = None
-    """How the training begins, or goes on, if it is looked for checkpoints."""
+    """The options and the identity by which training begins, or goes on from a checkpoint; None
+    where nobody looked for any."""
 
 
 def think(options: JobOptions, facts: Facts, advance: Advance = lambda done, total: None) -> Job:

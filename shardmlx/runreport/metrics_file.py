@@ -55,10 +55,6 @@ class MetricsFile(Iterable[Event]):
         """Yield the events that hold."""
         return self._restarts.holding(self._numbered())
 
-    def told(self) -> Iterator[Event]:
-        """Yield all events, as the file has them."""
-        return (event for _, event in self._numbered())
-
     def _numbered(self) -> Iterator[tuple[int, Event]]:
         """Yield known events, each with the number of its line."""
         left = self._size

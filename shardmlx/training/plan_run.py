@@ -52,7 +52,7 @@ class PlannedRun:
     job: Job
     data: DataSets
     identity: Mapping[str, Any] | None = None
-    """What tells the run from others, if it has checkpoints."""
+    """The facts that tell the run from others, if it has checkpoints."""
 
     def seconds(self) -> float | None:
         """Return the predicted seconds of a step with rows of mean length; None where speeds are

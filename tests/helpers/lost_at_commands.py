@@ -18,11 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmlx.checkpoint.store import Store
-from testbed.jobs import AFTER_A_KILL, SECONDS_TO_END, Running
+from testbed.jobs import AFTER_A_KILL, SECONDS_TO_END, Job, Running
 from testbed.small_models import pirate_directory, small_directory, tokenizer_directory
 from tests.helpers.commands import commands
 from tests.helpers.models_and_batches import load_arrays
@@ -72,17 +72,18 @@ class Jobs:
         method = commands()[loss.command]
         program = (PROGRAMS / "failing_rank.py", str(loss.rank))
         path = f"{method.__module__}.{loss.command}"
-        status, output, ended = self._run(directory, (*program, path, loss.how), iters=4)
+        job, ended = self._run(directory, (*program, path, loss.how), iters=4)
+        status = job.returncode
         lost = directory / "lost"
         if not lost.exists():
-            return NOT_GIVEN if status == 0 else f"status {status} before it:\n{output}"
+            return NOT_GIVEN if status == 0 else f"status {status} before it:\n{job.output}"
         seconds = ended - lost.stat().st_mtime
         limit = SECONDS_TO_END + (SILENCE if loss.how == "stop" else 0.0)
         if seconds > limit:
             return f"ended after {seconds:.1f} s, not {limit:.0f}"
         if status not in (AFTER_A_KILL if loss.how == "kill" else {1}):
-            return f"status {status}:\n{output}"
-        lines = [each for each in output.splitlines() if each.startswith("shardmlx: ")]
+            return f"status {status}:\n{job.output}"
+        lines = job.error_lines
         named = re.compile(rf"rank {loss.rank} on \S+ {ENDS[loss.how]}")
         if len(lines) != 1 or not named.search(lines[0]):
             return f"it says {lines}"
@@ -105,32 +106,20 @@ class Jobs:
 
     def _run(
         self, directory: Path, program: Sequence[str | Path], *, iters: int
-    ) -> tuple[int, str, float]:
-        """Return the status of a job, what it printed, and when it had ended."""
-        places: list[str | Path] = [
-            "--adapter-path",
-            directory / "out",
-            "--checkpoint-dir",
-            directory / "kept",
-        ]
-        words: list[str | Path] = [
-            *self._words,
-            *places,
-            "--iters",
-            str(iters),
-            "--timeout",
-            f"{SILENCE:g}",
-        ]
+    ) -> tuple[Job, float]:
+        """Return a job that has ended, and when. One that hangs, or leaves processes behind, has
+        the status -1."""
+        places: list[str | Path] = ["--adapter-path", directory / "out"]
+        places += ["--checkpoint-dir", directory / "kept"]
+        words: list[str | Path] = [*self._words, *places, "--iters", str(iters)]
+        words += ["--timeout", f"{SILENCE:g}"]
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "LOST": str(directory / "lost")}
         with Running.ranks(RANKS, *program, *words, env=env) as running:
-            if running.wait(300.0) is None:
-                return -1, running.where_it_hangs().output, time.time()
+            hangs = running.wait(300.0) is None
             ended = time.time()
-            left = running.left_behind()
-            job = running.job()
-        if left:
-            return -1, f"processes are left behind: {left}\n{job.output}", ended
-        return job.returncode, job.output, ended
+            left = [] if hangs else running.left_behind()
+            job = running.where_it_hangs() if hangs else running.job()
+        return (replace(job, returncode=-1) if hangs or left else job), ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for cell in CELLS:
         if options.cell not in (None, str(cell)):
             continue
-        seconds = 300 + 10.0 * options.orders
+        seconds = 300 + 60.0 * options.orders
         (others,) = faults_of([cell], options.first, options.orders, seconds).values()
         print(
             f"{cell}: {options.orders} orders, {len(others)} with other bits", *others, flush=True

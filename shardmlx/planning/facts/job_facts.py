@@ -92,7 +92,7 @@ class Facts:
     training: TrainingFacts | None = None
     generation: GenerationFacts | None = None
     checkpoints: CheckpointFacts | None = None
-    """What ranks see of a run's checkpoints; None where it is not looked for them."""
+    """The checkpoints that ranks see; None where nobody looked for any."""
 
     def with_lengths(self, lengths: SequenceLengths) -> Facts:
         """Return the same facts with rows of other lengths to train."""

@@ -123,7 +123,8 @@ class Registry:
     event loop's thread."""
 
     def __init__(self, earlier_end: str = "") -> None:
-        """``earlier_end`` tells how the start before this one ended, if that is known."""
+        """Begin with nothing; ``earlier_end`` tells how the start before this one ended, if that is
+        known."""
         self._start = secrets.token_hex(4)
         after = f" after {earlier_end}" if earlier_end else ""
         self.started_anew = f"the server was started anew{after}"

@@ -2,15 +2,18 @@
 
 What the ranks, the network and mpirun do is what was seen of real ones. A watch looks at its
 processes and fetches its messages at every ``pause``, or when a signal comes. Messages of one link
-come in order, and wait while a host sleeps. mpirun sends SIGCONT, SIGTERM and SIGKILL to all ranks
-a quarter of a second apart, once one has died.
+come in order, and wait while a host sleeps. The first of a link is on its way until it has come,
+for MPI connects two ranks then; TCP has taken a later one at once. mpirun sends SIGCONT, SIGTERM
+and SIGKILL to all ranks a quarter of a second apart, once one has died.
 """
 
 from __future__ import annotations
 
+import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
+from shardmlx.distributed.beat_queue import BeatQueue
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.times import (
@@ -47,6 +50,8 @@ class Rank:
         self._is_in_hurry = False
         self._signals: list[signal.Signals] = []
         self._inbox: list[tuple[int, Beat]] = []
+        self._outgoing = BeatQueue[list[bool]](self._begin_to_send, bool)
+        self._connected: set[int] = set()
         self._next_look = 0
         world.simulation.after(world.random.uniform(0, PERIOD), self._look, 0)
 
@@ -67,8 +72,10 @@ class Rank:
         if not self.is_stopped:
             self._plan_look(0.0)
 
-    def deliver(self, peer: int, beat: Beat) -> None:
+    def deliver(self, peer: int, data: bytes, come: list[bool]) -> None:
         """Take a message, which the watch fetches at its next look."""
+        come.append(True)
+        beat: Beat = pickle.loads(data)
         self.world.simulation.note(self.name, "is sent", beat, "of", peer)
         self._inbox.append((peer, beat))
 
@@ -114,6 +121,8 @@ class Rank:
         self._signals = []
         if signals:
             self._obey(self.fate.signalled(signals, now))
+        for peer in self.fate.others:
+            self._outgoing.send_waiting(peer)
         messages = self._inbox
         self._inbox = []
         for peer, beat in messages:
@@ -146,8 +155,16 @@ class Rank:
                     self.die()
 
     def _send(self, peers: Iterable[int], beat: Beat) -> None:
+        data = pickle.dumps(beat)
         for peer in peers:
-            self.world.post(self, self.world.ranks[peer], beat)
+            self._outgoing.post(peer, data, is_repeated=beat.is_repeated)
+
+    def _begin_to_send(self, peer: int, data: bytes) -> list[bool]:
+        """Bring a message on its way; the list that is returned is empty while it is there."""
+        come = [True] if peer in self._connected else []
+        self._connected.add(peer)
+        self.world.post(self, self.world.ranks[peer], data, come)
+        return come
 
     def _report(self, reason: str, until: float | None = None) -> None:
         """Report a failure on the main thread, unless a lower rank is about to."""
@@ -263,13 +280,13 @@ class World:
         for rank, place in enumerate(places):
             self.ranks.append(Rank(self, rank, self.hosts[place]))
 
-    def post(self, sender: Rank, receiver: Rank, beat: Beat) -> None:
+    def post(self, sender: Rank, receiver: Rank, data: bytes, come: list[bool]) -> None:
         """Bring a message of a process on its way."""
         if sender.lives:
             link = (sender.number, receiver.number)
             late = self.late.get(sender.number, 0.0)
             hosts = (sender.host, receiver.host)
-            self.links.send(link, hosts, receiver.deliver, sender.number, beat, late=late)
+            self.links.send(link, hosts, receiver.deliver, sender.number, data, come, late=late)
 
     def processes_beside(self, observer: Rank) -> dict[int, str | None]:
         """Return the states of the other processes on a rank's host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -38,16 +39,24 @@ def test_without_errors_every_rank_has_its_own_result() -> None:
     assert results == [2, 2, 2]
 
 
-def late(transport: LocalTransport, seconds: float) -> None:
-    """Rank 1 comes late; ``seconds`` is the patience of the others."""
-    with transport.longer_timeout(seconds):
-        on_all_ranks(transport, "loading", lambda: time.sleep(0.4 * transport.rank))
-
-
 def test_a_rank_may_take_long_where_the_others_are_patient() -> None:
-    LocalNetwork(2, timeout=0.1).run(lambda transport: late(transport, 60))
+    def work(transport: LocalTransport) -> None:
+        with transport.longer_timeout(60.0):
+            on_all_ranks(transport, "loading", lambda: time.sleep(0.4 * transport.rank))
+
+    LocalNetwork(2, timeout=0.1).run(work)
 
 
 def test_patience_ends_and_never_shortens_the_usual_wait() -> None:
+    """Rank 1 comes once rank 0 waits no longer."""
+    gave_up = threading.Event()
+
+    def work(transport: LocalTransport) -> None:
+        with transport.longer_timeout((0.01, 60.0)[transport.rank]):
+            try:
+                on_all_ranks(transport, "loading", lambda: transport.rank and gave_up.wait(60))
+            finally:
+                gave_up.set()
+
     with pytest.raises(TransportTimeout, match=r"loading, waiting for rank 1 .* came for 0\.1 s"):
-        LocalNetwork(2, timeout=0.1).run(lambda transport: late(transport, 0.01))
+        LocalNetwork(2, timeout=0.1).run(work)

@@ -250,19 +250,40 @@ def test_the_others_follow_while_rank_0_leads() -> None:
     ]
 
 
-def test_a_refusal_while_the_others_follow_is_rank_0s_alone() -> None:
-    """They wait for other messages, and hear of no refusal: the job ends."""
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UserError("the output is full", "free some room"), UserError),
+        (AgreedError("the output is full", "free some room"), UserError),
+        (AgreedFailure("the output is full"), RuntimeError),
+        (Stopped(1, "the output is full"), RuntimeError),
+    ],
+)
+def test_an_error_while_the_others_follow_is_rank_0s_alone(
+    error: Exception, kind: type[Exception]
+) -> None:
+    """They wait for other messages, and hear of none: the job ends, and nobody leaves in order."""
 
     def rank(transport: Transport) -> None:
         def work(crew: Crew[Following]) -> None:
             with crew.others(Following.follow):
-                raise UserError("the output is full", "free some room")
+                raise error
 
         lead(transport, Following(transport), work)
 
-    with pytest.raises(UserError, match="the output is full") as refused:
+    with pytest.raises(kind, match="the output is full") as seen:
         LocalNetwork(2, timeout=20).run(rank)
-    assert not isinstance(refused.value, AgreedError)
+    assert type(seen.value) is kind
+
+
+def test_one_process_that_nobody_follows_is_stopped_as_it_is() -> None:
+    def work(crew: Crew[Following]) -> None:
+        with crew.others(Following.follow):
+            raise Stopped(15, "stopped by SIGTERM")
+
+    with pytest.raises(Stopped) as stop:
+        LocalNetwork(1, timeout=20).run(lambda rank: lead(rank, Following(rank), work))
+    assert stop.value.signal == 15
 
 
 def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:

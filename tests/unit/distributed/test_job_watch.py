@@ -31,7 +31,7 @@ class BeatChannel:
         self._beats = list(beats)
         self._fetches = False
 
-    def post(self, peer: int, data: bytes) -> None:
+    def post(self, peer: int, data: bytes, *, is_repeated: bool) -> None:
         assert not self._fetches, "MPI's channel would wait for ever"
         self.posted.append((peer, pickle.loads(data)))
         if len(self.posted) == 2:

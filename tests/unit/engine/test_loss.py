@@ -12,7 +12,7 @@ import pytest
 
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch, make_batch, pack, split
-from shardmlx.engine.loss import Head, HeadInput
+from shardmlx.engine.loss import Head, HeadInput, token_loss
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.runtime.tuner import LoRALinear
 from testbed.tiny_models import build, tiny_config
@@ -86,6 +86,15 @@ def test_loss_and_gradients_are_those_of_all_logits(
     found = through_stages(case.model(), RANGES, parts, key=(0, 1), savings=savings)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     check_same(found, expected, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_in_16_bits_the_loss_of_all_logits_is_that_of_mlx_lm_to_the_bit(dtype: mx.Dtype) -> None:
+    logits = (4 * mx.random.normal((2, 9, 97), key=mx.random.key(2))).astype(dtype)
+    targets = mx.random.randint(0, 97, (2, 9), key=mx.random.key(3))
+    counts = mx.arange(18).reshape(2, 9) % 3 > 0
+    expected = (nn.losses.cross_entropy(logits, targets) * counts).astype(mx.float32).sum()
+    assert token_loss(logits, targets, counts).item() == expected.item()
 
 
 def test_a_micro_batch_without_answers_has_no_loss_and_no_gradient() -> None:

@@ -14,10 +14,21 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
-from shardmlx.config.specs import Savings
-from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
+from shardmlx.config.specs import NO_SAVINGS, Savings
+from shardmlx.engine.batches import (
+    BASELINE,
+    KNOWN,
+    REFERENCE,
+    Batch,
+    Samples,
+    make_batch,
+    pack,
+    split,
+)
+from shardmlx.engine.loss import Head
 from shardmlx.engine.objectives import LOSSES, AnswerScores, Objective
 from shardmlx.errors import UserError
+from shardmlx.models.runtime.slice import Slice
 from testbed.tiny_models import VOCABULARY
 from tests.helpers.engines import run_engine
 from tests.helpers.local_transport import LocalNetwork
@@ -126,6 +137,31 @@ def test_orpo_is_exact_where_an_answer_is_almost_certain() -> None:
 
 def test_every_objective_has_a_loss() -> None:
     assert set(LOSSES) == set(OBJECTIVES)
+
+
+def test_options_of_preferences_are_an_objective_and_those_of_sft_none() -> None:
+    assert Objective.of(ObjectiveOptions()) is None
+    how = ObjectiveOptions(objective="kto")
+    assert Objective.of(how) == Objective(how)
+
+
+def test_rewards_are_gains_where_the_start_is_compared_and_probabilities_elsewhere() -> None:
+    batch = batch_of(2)
+    references = batch.known_of(REFERENCE)
+    tokens = batch.counts.sum(axis=1)
+    logps = np.array([-12.5, -30.25])
+    for name, beta, wanted in (
+        ("dpo", 0.1, logps - references),
+        ("kto", 0.1, logps - references),
+        ("cpo", 0.1, logps),
+        ("orpo", 0.25, logps / tokens),
+        ("simpo", 2.0, logps / tokens),
+    ):
+        objective = objective_of(name)
+        found = objective.rewards(mx.array(logps.astype(np.float32)), batch)
+        np.testing.assert_allclose(found, beta * wanted, rtol=1e-6)
+        assert objective.rewards_gains == (name in ("dpo", "kto"))
+        assert objective.swaps == (name == "kto")
 
 
 @pytest.fixture
@@ -240,6 +276,16 @@ def test_loss_and_gradients_are_those_of_one_process(
     assert evaluated == pytest.approx(expected, rel=1e-6)
     for outcome in outcomes:
         assert largest_difference(outcome.gradients, gradients)[0] < 1e-5
+
+
+def test_a_loss_of_answers_takes_pieces_where_one_of_tokens_holds_all_logits() -> None:
+    part = Slice(tiny_model(layers=1), 0, 1)
+    (both,) = split(batch_of(2), 1, 0, 2)
+    takes = [
+        Head(part, NO_SAVINGS, compiled=False, objective=each).takes_pieces(both)
+        for each in (None, objective_of("dpo"))
+    ]
+    assert takes == [False, True]
 
 
 def test_of_a_pair_both_answers_are_in_one_micro_batch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -240,6 +240,35 @@ def test_positions_without_a_slope_have_no_gradient_computed(
     mask = np.zeros(batch.shape, bool)
     mask[batch.counts] = weights > 0
     np.testing.assert_array_equal(is_zero, ~mask)
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """A compiled piece computes what it does at once: a kernel takes a second of C++ on a CPU."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("several", [(), (3,)], ids=["one target", "three targets"])
+def test_positions_that_fill_up_a_compiled_piece_change_nothing(several: tuple[int, ...]) -> None:
+    random = np.random.RandomState(5)
+    targets = random.randint(0, VOCABULARY, (COUNT, *several))
+    weights = random.uniform(0.1, 1, targets.shape).astype(np.float32)
+    batch = rows(targets, TokenLoss("cross_entropy"), {"weights": weights}, is_packed=False)
+    part = Slice(model_of(adapted_head=True), 0, 4)
+    states = mx.random.normal((*batch.shape, part.hidden_size), key=mx.random.key(6))
+    found = []
+    for compiled in (False, True):
+        head = Head(part, NO_SAVINGS, compiled=compiled)
+        result, gradient, given = head.result_and_gradient(HeadInput(states, batch))
+        sums: dict[str, mx.array] = {}
+        head.add_gradients(given, sums)
+        found.append([np.array(each) for each in (result, gradient, *sums.values())])
+    assert len(found[0]) == 4
+    for plain, filled in zip(*found, strict=True):
+        np.testing.assert_allclose(filled, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_the_losses_are_tinkers() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,15 +23,9 @@ from shardmlx.distributed.processes import process_state
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
 from shardmlx.hosts import supervisor
 from shardmlx.hosts.launch_options import entries, read_options, replaced
-from shardmlx.hosts.launcher import (
-    SECONDS_BETWEEN_LOOKS,
-    Attempt,
-    GaveUp,
-    Launcher,
-    Start,
-    final_status,
-)
+from shardmlx.hosts.launcher import Launcher
 from shardmlx.hosts.output_relay import SaidByRank0
+from shardmlx.hosts.restarts import SECONDS_BETWEEN_LOOKS, GaveUp, Start
 from shardmlx.hosts.supervisor import Supervisor
 from shardmlx.planning.facts.hostfile import read_hostfile
 
@@ -76,11 +69,19 @@ book slots=2  # memory=32GiB flops=10T
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lab:
-    """A directory with a fake mpirun and ssh, and a hostfile of three hosts and four slots."""
+    """A directory with a fake mpirun and ssh, and a hostfile of three hosts and four slots. Time
+    passes in ``pause`` alone, which calls ``on_pause``."""
 
     path: Path
+    on_pause: Callable[[float], None] = lambda seconds: None
+    time: float = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        self.time += seconds
+        self.on_pause(seconds)
 
     def write(self, name: str, text: str) -> Path:
         file = self.path / name
@@ -97,7 +98,12 @@ class Lab:
 
     def start(self, *words: str) -> Launcher:
         hosts = ("--hostfile", str(self.path / "hosts"), "--ssh-command", str(self.path / "agent"))
-        return Launcher(read_options([*hosts, *words]), self.path / "mpirun", Supervisor())
+        return self.launch(*hosts, *words)
+
+    def launch(self, *words: str) -> Launcher:
+        options = read_options(words)
+        mpirun = self.path / "mpirun"
+        return Launcher(options, mpirun, Supervisor(), lambda: self.time, self.pause)
 
     def command(self, *words: str) -> list[str]:
         """The command line of launch with the mpirun of this directory."""
@@ -138,16 +144,9 @@ class Lab:
         ]
 
 
-def sleep_by(pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the launcher call ``pause`` in place of `time.sleep`, which other threads may call."""
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pause)
-    monkeypatch.setattr("shardmlx.hosts.launcher.time", clock)
-
-
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    sleep_by(lambda seconds: None, monkeypatch)
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
     lab = Lab(tmp_path)
@@ -207,7 +206,7 @@ def test_a_status_0_of_mpirun_counts_only_if_rank_0_has_told_it(
     words: tuple[str, ...], lab: Lab
 ) -> None:
     lab.ends(*4 * ["exit 0"])
-    launcher = Launcher(read_options(["-n", "2", *words]), lab.path / "mpirun", Supervisor())
+    launcher = lab.launch("-n", "2", *words)
     if words[0] == "train":
         with pytest.raises(GaveUp):
             launcher.run()
@@ -222,40 +221,6 @@ def test_each_run_of_a_sweep_may_have_left_the_newer_checkpoint(lab: Lab) -> Non
     assert lab.options == ["-n 4", *["-n 4 --resume auto"] * 2]
 
 
-def failed(gained: bool | None = True, hosts: tuple[str, ...] = ("a", "b")) -> Attempt:
-    return Attempt(1, hosts, gained)
-
-
-@pytest.mark.parametrize(
-    ("attempts", "stopped_by", "ends"),
-    [
-        ([Attempt(0)], None, 0),
-        ([Attempt(0)], 15, 0),  # it was done before it heard of it
-        ([Attempt(2)], None, 2),
-        ([Attempt(138)], 2, 130),
-        ([Attempt(138)], None, 138),
-        ([Attempt(158)], None, 158),
-        ([Attempt(2)], 15, 143),
-        ([Attempt(143)], None, None),  # not by us: a machine that shuts down
-        ([failed()] * 2, None, None),
-        ([failed()] * 3, None, "2 restarts used up"),
-        ([failed(gained=None)] * 2, None, None),
-        ([failed(gained=False), failed(gained=True)], None, None),
-        ([failed(gained=False, hosts=("a",)), failed(gained=False)], None, None),
-        ([failed(gained=False)] * 2, None, "twice in a row"),
-    ],
-)
-def test_a_job_ends_is_given_up_or_starts_again(
-    attempts: list[Attempt], stopped_by: int | None, ends: int | str | None
-) -> None:
-    assert final_status([failed()], 0, None) == 1  # no restarts need no reason
-    if isinstance(ends, str):
-        with pytest.raises(GaveUp, match=ends):
-            final_status(attempts, 2, stopped_by)
-    else:
-        assert final_status(attempts, 2, stopped_by) == ends
-
-
 @pytest.mark.parametrize(
     "options", ["--resume=never --iters 5", "--resume x --iters 5 --resume never", "--iters 5"]
 )
@@ -265,7 +230,7 @@ def test_an_option_is_given_anew_or_taken_out(options: str) -> None:
 
 
 def test_a_server_that_fails_starts_again_on_all_its_hosts(
-    lab: Lab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It waits for one that has gone."""
     is_down = lab.path / "down"
@@ -274,7 +239,7 @@ def test_a_server_that_fails_starts_again_on_all_its_hosts(
         if seconds == SECONDS_BETWEEN_LOOKS:
             is_down.write_text("")
 
-    sleep_by(pause, monkeypatch)
+    lab.on_pause = pause
     lab.ends("echo book > down; exit 137", WELL)
     assert lab.server().run() == 0
     assert lab.hosts == 2 * [["localhost", "anna@mini.lan", "book"]]
@@ -288,9 +253,8 @@ def test_a_server_that_fails_starts_again_on_all_its_hosts(
 
 
 def test_a_server_of_loops_says_what_it_loses_and_what_it_keeps(
-    lab: Lab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sleep_by(lambda seconds: None, monkeypatch)
     lab.ends("exit 137", WELL)
     assert lab.start("serve", "--model", "nowhere", "--port", "8080", "--train").run() == 0
     assert (
@@ -300,15 +264,6 @@ def test_a_server_of_loops_says_what_it_loses_and_what_it_keeps(
         )
         == 1
     )
-
-
-def test_a_server_whose_host_does_not_come_back_is_given_up(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardmlx.hosts.launcher.SECONDS_FOR_HOSTS", 0.0)
-    lab.ends("echo book > down; exit 137")
-    with pytest.raises(GaveUp, match=r"^book: no login"):
-        lab.server().run()
 
 
 def test_a_host_that_is_gone_is_dropped_and_taken_back(

@@ -140,22 +140,22 @@ def test_an_end_that_launch_passes_on_is_waited_for(
 ) -> None:
     """And its absence is no end."""
     monkeypatch.setattr(prompts, "SECONDS_TO_END", 0.01)
-    monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.5)
     read, write = os.pipe()
     pieces = [MARK, (3).to_bytes(8), b"Wer", (2).to_bytes(8) + b"?\n"]
 
     def feed() -> None:
-        for piece in pieces:
+        for piece in (*pieces, bytes(8)):
             os.write(write, piece)
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     thread = threading.Thread(target=feed)
     thread.start()
+    assert read_stdin(read, hides_end=True) == "Wer?"
+    thread.join()
+    monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.05)
+    os.write(write, b"".join(pieces))
     with pytest.raises(UserError, match="the end of stdin did not come"):
         read_stdin(read, hides_end=True)
-    thread.join()
-    os.write(write, b"".join(pieces) + bytes(8))
-    assert read_stdin(read, hides_end=True) == "Wer?"
     assert capfd.readouterr().err == ""
     os.close(read)
     os.close(write)

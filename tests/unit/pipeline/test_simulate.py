@@ -108,6 +108,22 @@ def test_spans_say_when_each_action_runs() -> None:
     assert simulation.bubble == pytest.approx(0.5)
 
 
+def test_spans_are_written_with_actions_as_text() -> None:
+    simulation = simulate(parse_grid("0F0\n1F0"), (0, 1), EQUAL)
+    assert simulation.written_spans == ((("0F0", 0, 1),), (("1F0", 1, 2),))
+
+
+def test_nothing_takes_no_time_and_has_no_bubble() -> None:
+    for grid in (((),), parse_grid("0F0")):
+        simulation = simulate(grid, (0,), Costs(0, 1, 1))
+        assert (simulation.makespan, simulation.bubbles, simulation.bubble) == (0, (0,), 0)
+        assert timeline(simulation) == "r0"
+
+
+def test_a_schedule_has_equal_costs_and_free_links_unless_told() -> None:
+    assert simulate_schedule("zb-v", 3, 6) == simulated("zb-v", 3, 6, EQUAL, virtual=2)
+
+
 def test_a_link_delays_what_comes_from_another_rank() -> None:
     grid = parse_grid("0F0 0B0\n1F0 1B0")
     assert simulate(grid, (0, 1), EQUAL, link=0.5).makespan == 7
@@ -157,8 +173,9 @@ def test_a_link_must_be_a_time(link: Seconds) -> None:
 
 
 def test_times_of_links_are_a_square_of_the_ranks() -> None:
-    with pytest.raises(ValueError, match="times of links between 2 ranks as 2 x 2"):
-        simulate(parse_grid("0F0 0B0\n1F0 1B0"), (0, 1), EQUAL, [[0.0, 1.0]])
+    for times in ([[0.0, 1.0]], [[0.0, 1.0], [1.0]], [[0.0, 1.0]] * 3):
+        with pytest.raises(ValueError, match="times of links between 2 ranks as 2 x 2"):
+            simulate(parse_grid("0F0 0B0\n1F0 1B0"), (0, 1), EQUAL, times)
 
 
 # Stages of unequal cost
@@ -291,3 +308,12 @@ def test_a_timeline_too_wide_for_labels_shows_the_kind_at_each_moment() -> None:
         lines = timeline(simulated("zb-v", 12, 64, EQUAL), width).splitlines()
         assert len(lines) == 12
         assert max(map(len, lines)) <= width
+
+
+def test_a_timeline_has_labels_as_long_as_it_fits_and_by_default_in_160_letters() -> None:
+    simulation = simulated("1f1b", 3, 3, EQUAL)
+    drawn = [timeline(simulation, width) for width in (1000, 63, 62)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    longer = simulated("1f1b", 1, 10, Costs(1, 1.08, 1.08))  # 158 letters after the name
+    assert timeline(longer, 161) == timeline(longer, 1000)
+    assert timeline(longer) == timeline(longer, 160) != timeline(longer, 161)
