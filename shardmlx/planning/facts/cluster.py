@@ -160,7 +160,7 @@ def pipeline_seconds(
 ) -> list[ModelSeconds]:
     """Return a micro-batch's times on each pipeline rank, of its slowest or the given replica."""
     hidden = rows * length * workload.shape.hidden_size * workload.dtype_bytes
-    times = {}  # of machines alike
+    times = {}  # Machines alike have one entry.
     wholes = {}
     kinds = []
     for rank in range(mesh.size):

@@ -147,7 +147,7 @@ class Speed:
         tune = workload.fine_tune
         tokens = rows * length
         first = workload.first_trained
-        frozen = []  # of a layer of each kind
+        frozen = []  # A layer of each kind, by its number.
         trained = []
         for kind in shape.kinds:
             once = kind.flops(length) * tokens / self.flops
