@@ -90,6 +90,7 @@ def test_few_modules_know_all_options_of_train() -> None:
         "planning/training_plan.py",
         "training/command.py",
         "training/plan_run.py",
+        "training/run_start.py",
         "training/run_warnings.py",
         "training/setup.py",
         "training/sweep.py",
