@@ -328,8 +328,10 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
         yield crew
         crew.finish()
     except UserError as error:
-        if crew.is_followed:
+        if crew.is_followed and isinstance(error, AgreedError):
             raise UserError(error.problem, error.remedy) from error
+        if crew.is_followed:
+            raise
         agreed = AgreedError(error.problem, error.remedy)
         crew.dismiss(agreed)
         raise agreed from error

@@ -26,7 +26,8 @@ UNDER, OVER = 0.03, 0.05
 machine within 3%."""
 MEASUREMENTS = 40
 """At most, until a peak comes near: beside other work MLX takes less memory."""
-PROFILES = 6
+PROFILES = 12
+"""At most, until one was measured while the machine was free: other tests run beside."""
 REPEATS = 4
 """Fewer than in a profile of a user: each costs a second, and the tests profile again if a peak was
 missed."""
