@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,3 +30,17 @@ def move_python(lab: Lab, host: str) -> Path:
     script = f"mkdir -p {own} && mount --bind {sys.prefix} {own} && mount -t tmpfs no {sys.prefix}"
     subprocess.run(lab.command(host, "sh", "-c", script), check=True)
     return own / "bin" / "python"
+
+
+def start_pythons_with(lab: Lab, host: str, source: str) -> None:
+    """Let each Python that a login on this host starts run ``source`` first."""
+    foreign = lab.home(host).parent / "foreign"
+    foreign.mkdir()
+    (foreign / "sitecustomize.py").write_text(source)
+    (lab.home(host) / ".bashrc").write_text(f"export PYTHONPATH={TMP}/foreign\n")
+
+
+def write_hosts(lab: Lab, pythons: Mapping[str, Path]) -> None:
+    """Write the hostfile of the first host: a rank on each, with the Python of that host."""
+    lines = [f"{host} slots=1  # python={python}\n" for host, python in pythons.items()]
+    (lab.home(next(iter(pythons))) / "hosts").write_text("".join(lines))

@@ -27,6 +27,7 @@ from shardmlx.server.openai_errors import NO_HTTP
 from shardmlx.server.request_queue import RequestQueue
 from shardmlx.server.tinker.app import tinker_routes
 from tests.helpers.http_serving import Letters
+from tests.helpers.loops import rows_of
 from tests.helpers.one_process_service import OneProcessService
 
 MODEL = "tiny"
@@ -74,6 +75,15 @@ class TinkerServing:
         """Return a session that no SDK keeps."""
         said = {"tags": [], "user_metadata": {}, "sdk_version": "0"}
         return str(self.post("create_session", said).json()["session_id"])
+
+    def new_sampler(self) -> str:
+        """Return a sampler of the base in a session of its own."""
+        said = {
+            "session_id": self.new_session(),
+            "sampling_session_seq_id": 0,
+            "base_model": MODEL,
+        }
+        return str(self.post("create_sampling_session", said).json()["sampling_session_id"])
 
     def new_model(self) -> str:
         """Return a model in a session of its own."""
@@ -142,6 +152,17 @@ def sdk(address: str) -> Iterator[tinker.ServiceClient]:
         gc.collect()
     yield one
     one.close("success").result()
+
+
+def data_of(step: int) -> list[types.Datum]:
+    """Return the rows of a step, ``rows_of``, as the SDK has them."""
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row["tokens"].tolist()),
+            loss_fn_inputs={name: row[name] for name in ("target_tokens", "weights")},
+        )
+        for row in rows_of(step)
+    ]
 
 
 def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:

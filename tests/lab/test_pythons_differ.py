@@ -7,8 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
-from testbed.hosts import TMP, Lab, hosts
-from tests.helpers.lab import move_python, needs_own_python
+from testbed.hosts import Lab, hosts
+from tests.helpers.lab import move_python, needs_own_python, start_pythons_with, write_hosts
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import logins, require
 
@@ -33,12 +33,8 @@ def test_each_host_starts_its_own_python(tmp_path: Path) -> None:
     needs_own_python()
     with hosts(tmp_path, 2) as lab, logins(lab):
         pythons = {host: move_python(lab, host) for host in lab.hosts}
-        foreign = lab.home("mac2").parent / "foreign"
-        foreign.mkdir()
-        (foreign / "sitecustomize.py").write_text(FOREIGN)
-        (lab.home("mac2") / ".bashrc").write_text(f"export PYTHONPATH={TMP}/foreign\n")
-        lines = [f"{host} slots=1  # python={python}\n" for host, python in pythons.items()]
-        (lab.home("mac1") / "hosts").write_text("".join(lines))
+        start_pythons_with(lab, "mac2", FOREIGN)
+        write_hosts(lab, pythons)
         here = (pythons["mac1"], "-m")
         ssh = ("shardmlx.doctor", "--ssh", "--hostfile", "hosts")
         asked = mpirun(1, command=lab.command("mac1", *here, *ssh)).well()

@@ -14,7 +14,7 @@ from pathlib import Path
 from testbed.hosts import TMP, Lab, hosts
 from testbed.jobs import Job
 from testbed.runs import events
-from tests.helpers.lab import move_python, needs_own_python
+from tests.helpers.lab import move_python, needs_own_python, start_pythons_with, write_hosts
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import logins, require
 
@@ -134,12 +134,8 @@ def test_stops_sleep_and_kills_between_numbers_of_two_systems(
 def furnished(lab: Lab, model: Path, data: Path) -> Runs:
     """Give the hosts their Pythons, the second one its numbers, and the first one what to train."""
     pythons = {host: move_python(lab, host) for host in lab.hosts}
-    foreign = lab.home("mac2").parent / "foreign"
-    foreign.mkdir()
-    (foreign / "sitecustomize.py").write_text(AS_ON_MACOS)
-    (lab.home("mac2") / ".bashrc").write_text(f"export PYTHONPATH={TMP}/foreign\n")
-    lines = [f"{host} slots=1  # python={python}\n" for host, python in pythons.items()]
-    (lab.home("mac1") / "hosts").write_text("".join(lines))
+    start_pythons_with(lab, "mac2", AS_ON_MACOS)
+    write_hosts(lab, pythons)
     shutil.copytree(model, lab.home("mac1") / "model")
     shutil.copytree(data, lab.home("mac1") / "data")
     return Runs(lab, pythons["mac1"])

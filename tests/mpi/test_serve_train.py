@@ -16,9 +16,9 @@ import tinker
 from tinker import types
 
 from testbed.jobs import Running
-from tests.helpers.loops import EVERYTHING, RATE, oracle, rows_of
+from tests.helpers.loops import EVERYTHING, RATE, oracle
 from tests.helpers.served_jobs import KEY, Served, free_port
-from tests.helpers.tinker_serving import datum
+from tests.helpers.tinker_serving import data_of, datum
 
 MODEL = "small"
 ROWS = [datum(range(10 + row, 20 + 2 * row)) for row in range(3)]
@@ -72,14 +72,7 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
     adam = types.AdamParams(learning_rate=RATE, weight_decay=0.01, grad_clip_norm=2.0, eps=1e-5)
     losses = []
     for step in range(3):
-        rows = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(row["tokens"].tolist()),
-                loss_fn_inputs={name: row[name] for name in ("target_tokens", "weights")},
-            )
-            for row in rows_of(step)
-        ]
-        loss = model.forward_backward(rows, "cross_entropy")
+        loss = model.forward_backward(data_of(step), "cross_entropy")
         update = model.optim_step(adam)
         losses.append(loss.result().metrics["loss:sum"])
         assert update.result().metrics["grad_norm:mean"] > 0

@@ -124,8 +124,9 @@ def test_nothing_is_computed_from_a_gradient_that_is_yet_to_come() -> None:
         assert np.allclose(ours, theirs, rtol=1e-6)  # not NaN, which waits in its place
 
 
-def test_a_graph_is_traced_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = stage_of(Slice(trained("lora"), 1, 2))
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the inputs for which Python has called a slice's layers."""
     shapes: list[tuple[int, ...]] = []
     call = Slice.__call__
 
@@ -134,8 +135,12 @@ def test_a_graph_is_traced_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) 
         return call(part, x, **how)
 
     monkeypatch.setattr(Slice, "__call__", counted)
-    step(stage, BATCHES)
-    assert [length for _, length, _ in shapes] == [20, 9]
+    return shapes
+
+
+def test_a_graph_is_traced_once_for_each_shape(traces: list[tuple[int, ...]]) -> None:
+    step(stage_of(Slice(trained("lora"), 1, 2)), BATCHES)
+    assert [length for _, length, _ in traces] == [20, 9]
 
 
 def test_a_graph_takes_the_weights_as_they_are() -> None:
@@ -188,20 +193,6 @@ def packed(seed: int, lengths: Sequence[int]) -> MicroBatch:
 
 
 PACKED = [packed(seed, lengths) for seed, lengths in enumerate(LENGTHS)]
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the inputs for which Python has called a slice's layers."""
-    shapes: list[tuple[int, ...]] = []
-    call = Slice.__call__
-
-    def counted(part: Slice, x: mx.array, **how: Any) -> mx.array:
-        shapes.append(x.shape)
-        return call(part, x, **how)
-
-    monkeypatch.setattr(Slice, "__call__", counted)
-    return shapes
 
 
 def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:

@@ -334,11 +334,8 @@ def test_models_that_cannot_be_made(
 def test_samples_that_cannot_be_drawn(
     served: TinkerServing, fields: dict[str, Any], named: str
 ) -> None:
-    session = served.new_session()
-    said = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
-    sampler = served.post("create_sampling_session", said).json()["sampling_session_id"]
     asked = {
-        "sampling_session_id": sampler,
+        "sampling_session_id": served.new_sampler(),
         "seq_id": 0,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
         "sampling_params": {"max_tokens": 1},

@@ -21,8 +21,8 @@ from shardmlx.api.requests import Request, SamplePrompt, SavedState
 from shardmlx.api.sampling import Sampler
 from shardmlx.api.service import TrainService
 from shardmlx.server.tinker import desk
-from tests.helpers.loops import ATTENTION, MLP, RATE, on_ranks, oracle, rows_of
-from tests.helpers.tinker_serving import KEY, MODEL, sdk, serving_service, serving_tinker
+from tests.helpers.loops import ATTENTION, MLP, RATE, on_ranks, oracle
+from tests.helpers.tinker_serving import KEY, MODEL, data_of, sdk, serving_service, serving_tinker
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -78,14 +78,7 @@ def losses_of(client: tinker.ServiceClient, watched: Watched, killed: subprocess
     adam = types.AdamParams(learning_rate=RATE, weight_decay=0.01, grad_clip_norm=2.0)
     losses = []
     for step in range(STEPS):
-        rows = [
-            types.Datum(
-                model_input=types.ModelInput.from_ints(row["tokens"].tolist()),
-                loss_fn_inputs={name: row[name] for name in ("target_tokens", "weights")},
-            )
-            for row in rows_of(step)
-        ]
-        loss = model.forward_backward(rows, "cross_entropy")
+        loss = model.forward_backward(data_of(step), "cross_entropy")
         model.optim_step(adam).result()
         losses.append(loss.result().metrics["loss:sum"])
         if step == 0:
@@ -138,9 +131,7 @@ def test_a_client_that_is_heard_again_is_told_to_repeat_its_sample(
     monkeypatch.setattr(desk, "SECONDS_BETWEEN_LOOKS", SILENCE / 4)
     monkeypatch.setattr(desk, "SECONDS_TO_MAKE_ROOM", SILENCE)
     with serving_tinker(tmp_path) as served:
-        session = served.new_session()
-        said = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
-        name = served.post("create_sampling_session", said).json()["sampling_session_id"]
+        name = served.new_sampler()
         sample = {
             "sampling_session_id": name,
             "seq_id": 0,
