@@ -60,8 +60,10 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
         for link in examination.links
         if host.name in (link.first, link.second) and link.speed is not None
     ]
+    known = _with_facts(machine, host.facts, host.working_set or machine.wired)
     return replace(
-        _with_facts(machine, host.facts, host.working_set or machine.wired),
+        known,
+        memory=min(filter(None, (known.memory, host.gpu_memory)), default=None),
         flops=host.flops.get("bf16") or host.flops.get("fp32") or machine.flops,
         link=max((each.slower for each in speeds), default=machine.link),
         latency=min((each.latency for each in speeds), default=machine.latency),

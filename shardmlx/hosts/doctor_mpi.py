@@ -40,7 +40,7 @@ from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link
-from shardmlx.loading.rank_setup import use_device, working_set
+from shardmlx.loading.rank_setup import gpu_memory, use_device, working_set
 from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 
 SECONDS_AT_REST = 0.5
@@ -214,6 +214,7 @@ class DoctorWorker:
             blas_hint=INSTALL_OPENBLAS if self._blas.hint else "",
             device="GPU" if device.type == mx.DeviceType.gpu else "CPU",
             working_set=working_set(),
+            gpu_memory=gpu_memory(),
             flops={},
             broken=tuple(self._broken),
             self_test=self._tested,

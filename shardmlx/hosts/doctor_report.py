@@ -84,6 +84,8 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
     yield "free memory", lambda host: size(host.facts.memory_free)
     yield "memory limit", lambda host: size(host.facts.memory_limit) or "the machine's"
     yield "wired limit", _wired_limit
+    if any(host.gpu_memory is not None for host in hosts):
+        yield "GPU memory", lambda host: size(host.gpu_memory) or "the machine's"
     yield "free disk", lambda host: size(host.facts.disk_free)
     for kind in dict.fromkeys(kind for host in hosts for kind in host.self_test):
         yield kind, partial(_apart, kind)

@@ -69,9 +69,9 @@ class BrokenPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype;
-    ``working_set`` are the bytes that the GPU may wire; ``at_rest`` are the cores that its busiest
-    rank takes while it waits; ``self_test`` says by kind of layer how far
-    its device is from its CPU, relatively."""
+    ``working_set`` are the bytes that the GPU of a Mac may wire, ``gpu_memory`` those of a GPU that
+    has its own; ``at_rest`` are the cores that its busiest rank takes while it waits; ``self_test``
+    says by kind of layer how far its device is from its CPU, relatively."""
 
     name: str
     ranks: tuple[int, ...]
@@ -82,6 +82,7 @@ class Host:
     device: str
     flops: Mapping[str, float]
     working_set: int | None = None
+    gpu_memory: int | None = None
     at_rest: float = 0.0
     broken: tuple[BrokenPart, ...] = ()
     self_test: Mapping[str, float] = field(default_factory=dict)

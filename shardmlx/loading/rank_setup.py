@@ -260,12 +260,21 @@ def computes_with() -> str:
 def process_memory() -> ProcessMemory:
     """Return this process's limits, and its bytes beside MLX's arrays."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
-    return ProcessMemory(max(0, outside) + GROWTH, memory_limit(), working_set())
+    return ProcessMemory(max(0, outside) + GROWTH, memory_limit(), working_set(), gpu_memory())
 
 
 def working_set() -> int | None:
     """Return the bytes that macOS lets the GPU wire, of all processes; None if nothing is wired."""
     size = mx.device_info().get("max_recommended_working_set_size")
+    return None if size is None else int(size)
+
+
+def gpu_memory() -> int | None:
+    """Return the bytes of the GPU that CUDA computes on; None on a CPU, and on a Mac, whose GPU has
+    the machine's memory."""
+    if computes_with() != "cuda":
+        return None
+    size = mx.device_info().get("total_memory")
     return None if size is None else int(size)
 
 

@@ -35,6 +35,10 @@ BOUND_FRACTION = 0.97
 """Share of a memory cgroup for plans: the rest is for mpirun and page tables. A
 process beyond the limit is killed."""
 
+GPU_FRACTION = 0.95
+"""Share of the memory of a GPU that has its own, for MLX's arrays: MLX's own default. The rest is
+for the contexts of CUDA."""
+
 FRAGMENTED = 0.06
 """Share of a step's freed bytes kept in fragments by the C library: 0.03 to 0.08 on Linux."""
 
@@ -56,12 +60,14 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: bytes ``outside`` MLX, the limit of its memory cgroup, which all ranks
-    of the host share, and what macOS wires of all."""
+    """The process of a rank: bytes ``outside`` MLX, the limit of its memory cgroup, what macOS
+    wires for the GPU, and the memory of a GPU that has its own. The ranks of a host share the
+    last three."""
 
     outside: int = 0
     limit: int | None = None
     working_set: int | None = None
+    gpu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,8 @@ def budgets_of(
     cluster: Cluster, limit: int | None = None, processes: Sequence[ProcessMemory] = ()
 ) -> tuple[MemoryBudget, ...]:
     """Return the memory budget of each world rank: the least of ``limit`` (else the usable share of
-    its machine, or Metal's working set for the arrays) and of its memory cgroup."""
+    its machine, or Metal's working set for the arrays), of its memory cgroup and of the memory of
+    a GPU that has its own, for the arrays."""
     processes = processes or (ProcessMemory(),) * cluster.size
     ranks = Counter(machine.host for machine in cluster.machines)
     budgets = []
@@ -156,6 +163,9 @@ def budgets_of(
             bounds = [
                 (process.limit * BOUND_FRACTION / count, f"the memory cgroup{_shared(count)}")
             ]
+        if process.gpu is not None:
+            arrays = process.gpu * GPU_FRACTION / count
+            bounds.append((arrays + outside, f"the GPU's own memory{_shared(count)}"))
         most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
         if limit is not None:
             total = float(limit)

@@ -97,6 +97,17 @@ def test_what_macos_wires_is_written_and_is_never_more_than_the_memory(tmp_path:
     assert [each.wired for each in read(hostfile_text(machines), tmp_path)] == [11 * GIB, 8 * GIB]
 
 
+def test_a_gpu_with_less_memory_than_its_machine_is_what_counts() -> None:
+    pc, spark = (
+        host("pc", of={"memory": 64 * GIB}, gpu_memory=24 * GIB),
+        host("spark", 1, of={"memory": 119 * GIB}, gpu_memory=120 * GIB),
+    )
+    assert [each.memory for each in machines_of(Examination((pc, spark), ()))] == [
+        24 * GIB,
+        119 * GIB,
+    ]
+
+
 def test_the_planner_takes_each_pair_of_a_switch_as_it_was_measured() -> None:
     """Three hosts on a switch, one of them with a slow adapter."""
     speeds = {("a", "b"): 1.2e9, ("a", "c"): 0.1e9, ("b", "c"): 0.1e9}

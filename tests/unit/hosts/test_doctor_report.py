@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ def test_what_is_not_known_is_shown_as_unknown() -> None:
         assert shown[label].split()[-1] == "unknown", label
     linux = rows(host("a", of={"is_mac": False, "wired_limit": None}))
     assert linux["wired limit"] == "not applicable"
+
+
+def test_the_memory_of_a_gpu_is_shown_where_one_has_its_own() -> None:
+    assert "GPU memory" not in rows(host("mac"))
+    both = rows(host("mac"), host("pc", 1, gpu_memory=24 * GIB))
+    assert re.split(" {2,}", both["GPU memory"]) == ["the machine's", "24.00 GiB"]
 
 
 @pytest.mark.parametrize(("gib", "mib"), [(64, 57344), (16, 12288), (8, None)])

@@ -24,6 +24,7 @@ from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.layout import trainable_stages
 from shardmlx.planning.memory.limits import (
     BOUND_FRACTION,
+    GPU_FRACTION,
     LEAST_CACHE,
     MemoryBudget,
     MemoryLimits,
@@ -121,6 +122,19 @@ def test_ranks_in_one_cgroup_of_a_host_share_it() -> None:
     assert together[0].reason == "the memory cgroup, shared by 2 ranks"
     hosts = budgets_of(MACS, processes=(in_cgroup(4 * GIB), in_cgroup(4 * GIB)))
     assert {budget.process for budget in hosts} == {BOUND_FRACTION * 4 * GIB}
+
+
+def test_a_gpu_with_memory_of_its_own_bounds_the_arrays() -> None:
+    card = ProcessMemory(GIB, gpu=24 * GIB)
+    (mine, other) = budgets_of(ONE_MAC, processes=(card, card))
+    assert {mine.nbytes, other.nbytes} == {GPU_FRACTION * 12 * GIB}
+    assert mine.reason == "the GPU's own memory, shared by 2 ranks"
+    assert mine.wirable is None
+    (asked, _) = budgets_of(ONE_MAC, 20 * GIB, processes=(card, card))
+    assert asked.nbytes == asked.most - GIB == GPU_FRACTION * 12 * GIB
+    # Where the GPU has the memory of the machine, it bounds nothing.
+    (unified, _) = budgets_of(ONE_MAC, processes=(ProcessMemory(gpu=64 * GIB),) * 2)
+    assert unified.nbytes == budgets_of(ONE_MAC)[0].nbytes
 
 
 def test_of_the_limit_of_a_process_its_arrays_have_what_the_rest_of_it_leaves() -> None:
@@ -310,3 +324,11 @@ def test_a_process_says_what_its_machine_wires(monkeypatch: pytest.MonkeyPatch) 
     assert process_memory().working_set == 11 * GIB
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert process_memory().working_set is None
+
+
+def test_a_process_says_what_memory_its_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_memory().gpu is None  # tests compute on the CPU
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 24 * GIB})
+    assert process_memory().gpu == 24 * GIB
