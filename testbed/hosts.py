@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import SkipTest
 
-from testbed.cgroups import Cgroup
+from testbed.cgroups import MemoryCgroup
 from testbed.jobs import ROOT
 
 NETWORK = "10.77.0"
@@ -90,7 +90,7 @@ class Lab:
         directory: Path,
         holders: dict[str, subprocess.Popen[str]],
         slots: int,
-        cgroups: Mapping[str, Cgroup],
+        cgroups: Mapping[str, MemoryCgroup],
     ) -> None:
         self._directory = directory
         self._holders = holders
@@ -188,7 +188,7 @@ def hosts(
     slots: int = 1,
     rate: str | None = None,
     line: Sequence[str | Path] = (),
-    cgroups: Mapping[str, Cgroup] | None = None,
+    cgroups: Mapping[str, MemoryCgroup] | None = None,
 ) -> Iterator[Lab]:
     """Yield a lab of ``count`` hosts on one switch, running; skip the test where there can be none.
 

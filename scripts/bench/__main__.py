@@ -14,37 +14,26 @@ from pathlib import Path
 from unittest import SkipTest
 
 from scripts.bench import (
-    between_hosts,
-    curves,
     finetune,
     generation,
     growth,
-    messages,
     own_loop,
     prediction,
     quoting,
+    same_curve,
     stages,
-    startup,
 )
 from scripts.bench.benchmark import Bench, Benchmark, add_common_options, machine, write_report
 from testbed.jobs import ROOT
 
 TABLE: tuple[Benchmark, ...] = (
     stages.PIPELINE,
-    stages.OF_REPLICAS,
     finetune.FINETUNE,
-    finetune.LONG_TEXTS,
-    startup.STARTUP,
     generation.GENERATION,
     quoting.QUOTING_TASKS,
-    messages.MESSAGES,
-    between_hosts.SUMS,
-    between_hosts.LINKS,
-    between_hosts.UNEQUAL,
     prediction.PREDICTION,
     prediction.OF_PEAKS,
-    curves.CURVES,
-    curves.SAME_CURVE,
+    same_curve.SAME_CURVE,
     own_loop.OWN_LOOP,
     growth.GROWTH,
 )

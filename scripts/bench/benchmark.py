@@ -260,37 +260,19 @@ def run(
     timeout: float = 3600.0,
 ) -> str:
     """Run a program that must succeed, with more ``variables``, and return what it prints."""
-    return run_all([command], variables, timeout=timeout)
-
-
-def run_all(
-    commands: Sequence[Sequence[str | Path]],
-    variables: Mapping[str, str] | None = None,
-    *,
-    timeout: float = 3600.0,
-) -> str:
-    """Run programs at once, all of which must succeed, and return what the first prints."""
-    processes = [
-        subprocess.Popen(
-            list(map(str, command)),
-            cwd=ROOT,
-            env={**os.environ, **environment(), **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command in commands
-    ]
-    try:
-        ends = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for command, process, (out, err) in zip(commands, processes, ends, strict=True):
-        if process.returncode:
-            raise SystemExit(f"{' '.join(map(str, command))}\n{out}\n{err}")
-    return ends[0][0]
+    words = list(map(str, command))
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, **environment(), **(variables or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
 def last_json(output: str) -> Any:

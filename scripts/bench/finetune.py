@@ -1,10 +1,10 @@
-"""LoRA of SmolLM2, beside mlx_lm.lora; and what long sequences take."""
+"""LoRA of SmolLM2, beside mlx_lm.lora."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from scripts.bench.benchmark import (
     Spread,
     add_bind,
     environment,
-    mebibytes,
     pinned,
     program,
     run,
     verdict,
 )
-from scripts.bench.stages import RANKS, add_torch, rival, torch_python
 from scripts.bench.trained import NEVER, PIRATE, SMOLLM2, demo_lacks, make_both, training
 from scripts.bench.turns import Contender, in_turns
 from testbed.jobs import ranks_command
@@ -48,9 +46,6 @@ def mlx_lm_lora(
     pin = pinned(0, bind) if threads == 1 else []
     command = [*pin, sys.executable, *program("loops", "mlx-lm", "-c", path)]
     return Contender(name, [command], environments=[environment(threads)])
-
-
-# LoRA
 
 
 def finetune(bench: Bench) -> None:
@@ -148,92 +143,4 @@ def add_finetune(parser: argparse.ArgumentParser) -> None:
     add_bind(parser)
 
 
-# Long sequences
-
-WHOLE = {"attention_chunk": "off", "loss_chunk": "off", "recompute": "none"}
-TORCH, THEIRS_AGAIN = "torch 1f1b", "mlx_lm.lora --grad-checkpoint"
-
-WAYS = {
-    "off": WHOLE,
-    "pieces, none": {"recompute": "none"},
-    "pieces, selective": {"recompute": "selective"},
-    "pieces, full": {"recompute": "full"},
-    "off, full": {**WHOLE, "recompute": "full"},
-}
-"""Ours, by the pieces of attention and loss, and by what is computed again."""
-
-
-def long_texts(bench: Bench) -> None:
-    """Attention, head and loss in pieces: what long sequences take, beside torch and mlx_lm.lora.
-
-    A full fine-tune of the 8-layer, 512-wide model, steps of two rows, float32; two ranks with a
-    core and a BLAS thread each, 1F1B. By turns: both chunks off; in pieces;
-    torch.distributed.pipelining with scaled_dot_product_attention; mlx_lm.lora on one core, two
-    rows of which are a step. Peaks are of the largest process. Contenders keep their memory between
-    their turns, wherefore --only takes some at a time.
-
-    --torch is a Python that has torch: transformers, which mlx-lm imports, imports torch if it is
-    there, and then that counts as memory of all the others.
-    """
-    lengths = [64] if bench.quick else [int(each) for each in bench.options.lengths.split(",")]
-    model, data = make_both(bench, max_position_embeddings=2 * max(lengths))
-    for length in lengths:
-        found = in_turns(long_contenders(bench, length, model, data), bench.rounds)
-        bench.keep(**{f"{length} tokens": {"turns": found.turns, "summaries": found.summaries}})
-        seconds = {name: [seconds_of(each) for each in own] for name, own in found.turns.items()}
-        peaks = {name: found.peak(name, "process_peak_bytes") for name in seconds}
-        arrays = {name: found.peak(name, "peak_memory_bytes") for name in found.summaries}
-        base = next(iter(seconds))
-        lines = [
-            (
-                name,
-                mebibytes(peaks[name]),
-                f"{peaks[name] / peaks[base]:.2f}",
-                mebibytes(arrays[name]) if name in arrays else "",
-                f"{arrays[name] / arrays[base]:.2f}" if {name, base} <= arrays.keys() else "",
-                f"{Spread.of(own):.1f} s",
-                f"{Spread.of_ratios(own, seconds[base]):.2f}",
-            )
-            for name, own in seconds.items()
-        ]
-        header = ("what", "process peak MiB", "ratio", "arrays MiB", "ratio", "step")
-        bench.show(f"{length} tokens, ratios to {base}", (*header, "ratio by turns"), lines)
-
-
-def long_contenders(bench: Bench, length: int, model: Path, data: Path) -> Iterator[Contender]:
-    """Start the contenders that were asked for, with a step of two rows of this length."""
-    common = {
-        "model": str(model), "data": str(data), "fine_tune_type": "full", "optimizer": "adamw",
-        "max_seq_length": length + 1,
-    }  # fmt: skip
-    own = {**common, "num_layers": -1, "schedule": "1f1b", "pipeline_stages": RANKS}
-    own |= {"batch_size": RANKS, "micro_batch_size": 1}
-    for name, how in bench.chosen(WAYS).items():
-        yield training(bench, name, {**own, **how})
-    python = torch_python(bench) if bench.wants(TORCH) else None
-    if python is not None:
-        shapes = {"rows": RANKS, "microbatches": RANKS, "length": length, "steps": 1}
-        layout = {"schedule": "1f1b", "sizes": "4,4"}
-        yield rival(bench, TORCH, "pipeline", {**shapes, **layout}, python=python, model=model)
-    for name in filter(bench.wants, (THEIRS, THEIRS_AGAIN)):
-        rows = {
-            "batch_size": 1, "grad_accumulation_steps": RANKS, "steps_per_report": RANKS,
-            "iters": RANKS * (bench.rounds + 1), "grad_checkpoint": name == THEIRS_AGAIN,
-        }  # fmt: skip
-        yield mlx_lm_lora(bench, name, {**common, **rows})
-
-
-def seconds_of(answers: Sequence[Any]) -> float:
-    """Return the seconds of a step of ``RANKS`` rows: mlx_lm.lora counts each as an iteration."""
-    if "iterations_per_second" in answers[0]:
-        return RANKS / float(answers[0]["iterations_per_second"])
-    return max(float(each["step_seconds"]) for each in answers)
-
-
-def add_long_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", default="2048,4096", help="tokens, with commas between")
-    add_torch(parser)
-
-
 FINETUNE = Benchmark("finetune", finetune, add_finetune, rounds=7, needs=[demo_lacks])
-LONG_TEXTS = Benchmark("long-texts", long_texts, add_long_texts, rounds=3, needs=[demo_lacks])

@@ -18,7 +18,6 @@ from __future__ import annotations
 import shardmlx.common.prepared
 
 import argparse
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -78,8 +77,7 @@ class Resting(TrainingCallback):
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         """Answer a report, and rest."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._turns.answer({**train_info, "process_peak_bytes": peak})
+        self._turns.answer(train_info)
         self._turns.rest()
 
 
@@ -152,7 +150,7 @@ def plain(arguments: list[str]) -> int:
         for _ in range(options.steps):
             loop.step()
         seconds = (time.perf_counter() - start) / options.steps
-        turns.answer({"step_seconds": seconds, "peak_memory_bytes": mx.get_peak_memory()})
+        turns.answer({"step_seconds": seconds})
         turns.rest()
 
 

@@ -1,12 +1,8 @@
-"""``python -m scripts.bench.rivals WAY OPTIONS``: torch's ways to train a model of Mistral's kind.
+"""``python -m scripts.bench.rivals OPTIONS``: torch's pipeline of a model of Mistral's kind.
 
 One process a rank, started with RANK and WORLD_SIZE; gloo; random tokens; fused AdamW, the fastest
 that torch has. Every rank rests after each turn of ``--steps`` steps, and answers the seconds of a
-step, its process's peak memory, and what of it was there before the model.
-
-``pipeline`` is torch.distributed.pipelining; on one rank there is no pipeline, but a plain loop
-with the same micro-batches. ``ddp`` has whole weights and optimizers, ``zero1`` divides the
-optimizer, ``fsdp2`` divides layer by layer, and sums each micro-batch, ``fsdp2-once`` once a step.
+step. On one rank there is no pipeline, but a plain loop with the same micro-batches.
 """
 
 from __future__ import annotations
@@ -14,10 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from scripts.bench.turns import Turns
@@ -46,9 +37,6 @@ ADAMW: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.01, "fused": True}
 
 Step = Callable[[Tensor, Tensor], None]
 """Forward and backward of all micro-batches of this rank."""
-
-Way = tuple[Step, Any]
-"""A step, and the optimizer that follows it."""
 
 
 class Layer(nn.Module):
@@ -122,8 +110,11 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def stages(config: dict[str, Any], options: argparse.Namespace, rank: int, ranks: int) -> Way:
-    """Return this rank's share of a pipeline; on one rank a plain loop."""
+def stages(
+    config: dict[str, Any], options: argparse.Namespace, rank: int, ranks: int
+) -> tuple[Step, AdamW]:
+    """Return a step of this rank's share of a pipeline, or on one rank of a plain loop; and the
+    optimizer that follows it."""
     sizes = [int(size) for size in options.sizes.split(",")]
     ends = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     placement = [i % ranks for i in range(len(sizes))]
@@ -170,55 +161,9 @@ def piped(parts: dict[int, Part], name: str, count: int, microbatches: int) -> S
     return step
 
 
-def replica(config: dict[str, Any], options: argparse.Namespace, rank: int, ranks: int) -> Way:
-    """Return a replica, which sums gradients as the way says."""
-    part = Part(config, 0, config["num_hidden_layers"], options.length)
-    module: Any
-    if options.way.startswith("fsdp2"):
-        for layer in part.layers:
-            fully_shard(layer)
-        module = fully_shard(part)
-    else:
-        module = DistributedDataParallel(part, gradient_as_bucket_view=True)
-    weights = module.parameters()
-    optimizer = (
-        ZeroRedundancyOptimizer(weights, AdamW, **ADAMW)
-        if options.way == "zero1"
-        else AdamW(weights, **ADAMW)
-    )
-    count = options.microbatches
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
-        pairs = zip(inputs.chunk(count), targets.chunk(count), strict=True)
-        for number, (x, y) in enumerate(pairs, start=1):
-            sums = number == count or options.way == "fsdp2"
-            if options.way.startswith("fsdp2"):
-                module.set_requires_gradient_sync(sums)
-            with nullcontext() if sums or options.way.startswith("fsdp2") else module.no_sync():
-                mean_loss(module(x), y).backward()
-
-    return step, optimizer
-
-
-WAYS: dict[str, Callable[[dict[str, Any], argparse.Namespace, int, int], Way]] = {
-    "pipeline": stages,
-    "ddp": replica,
-    "zero1": replica,
-    "fsdp2": replica,
-    "fsdp2-once": replica,
-}
-
-
-def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 def read_options() -> argparse.Namespace:
-    """Return the options; rows and micro-batches are those of this rank."""
+    """Return the options."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=WAYS)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--sizes", help="layers of each stage, like 5,3")
@@ -238,8 +183,7 @@ def main() -> None:
         where = f"file://{options.meet}"
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     config = json.loads(options.config.read_text())
-    before = resident_bytes()
-    step, optimizer = WAYS[options.way](config, options, rank, ranks)
+    step, optimizer = stages(config, options, rank, ranks)
     tokens = torch.randint(0, config["vocab_size"], (options.rows, options.length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     while True:
@@ -249,8 +193,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         seconds = (time.perf_counter() - start) / options.steps
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        turns.answer({"step_seconds": seconds, "process_peak_bytes": peak, "before_bytes": before})
+        turns.answer({"step_seconds": seconds})
         turns.rest()
 
 

@@ -1,4 +1,4 @@
-"""Steps through stages and of replicas, beside one rank, plain MLX and torch."""
+"""Steps through stages, beside one rank, plain MLX and torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scripts.bench.benchmark import (
     verdict,
 )
 from scripts.bench.trained import WIDE, demo_lacks, make_both, of_width, training
-from scripts.bench.turns import Contender, Found, in_turns
+from scripts.bench.turns import Contender, in_turns
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 
@@ -33,16 +33,6 @@ ONE, PLAIN, COMPILED, TORCH_ONE = "one rank", "plain MLX", "plain MLX, mx.compil
 OF_TORCH = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b"}
 OF_TORCH |= {"interleaved-zb": "interleaved-1f1b", "zb-v": "zb-v"}
 """Torch's schedules, and ours whose stages lie as theirs do."""
-
-REPLICAS = {
-    "torch DDP": "ddp",
-    "torch DDP, ZeRO-1": "zero1",
-    "torch FSDP2": "fsdp2",
-    "torch FSDP2, sums once": "fsdp2-once",
-}
-LIKE = {"ours, --zero 0": "torch DDP", "ours, --zero 1": "torch DDP, ZeRO-1"}
-LIKE |= {"ours, --zero 3": "torch FSDP2"}
-"""Ours, and what divides as much of torch's."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +47,13 @@ class Work:
 
     @classmethod
     def of(cls, bench: Bench) -> Work:
-        """Return the work that a benchmark's options ask for."""
+        """Return the work that the benchmark's options ask for."""
         usual = cls(rows=8, micro_batch_size=1, length=32) if bench.quick else cls()
-        given = vars(bench.options)
         return cls(
             rows=usual.rows,
             micro_batch_size=usual.micro_batch_size,
-            length=given.get("length") or usual.length,
-            steps=given.get("steps") or usual.steps,
+            length=bench.options.length or usual.length,
+            steps=bench.options.steps or usual.steps,
         )
 
     @property
@@ -81,11 +70,12 @@ class Work:
         """Return how many there are in a step."""
         return self.rows // self.micro_batch_size
 
-    def shapes(self, replicas: int = 1) -> dict[str, object]:
-        """Return the options of programs that are not ours, of which each is a replica."""
+    @property
+    def shapes(self) -> dict[str, object]:
+        """Return the options of programs that are not ours."""
         return {
-            "rows": self.rows // replicas,
-            "microbatches": self.microbatches // replicas,
+            "rows": self.rows,
+            "microbatches": self.microbatches,
             "length": self.length,
             "steps": self.steps,
         }
@@ -93,19 +83,10 @@ class Work:
 
 def changes_of(bench: Bench) -> dict[str, Any]:
     """Return the changes to the model that options ask for."""
-    given = vars(bench.options)
-    changes: dict[str, Any] = of_width(given["width"]) if given.get("width") else {}
-    if given.get("vocabulary"):
-        changes["vocab_size"] = given["vocabulary"]
+    changes: dict[str, Any] = of_width(bench.options.width) if bench.options.width else {}
+    if bench.options.vocabulary:
+        changes["vocab_size"] = bench.options.vocabulary
     return changes
-
-
-# Torch
-
-
-def add_torch(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names torch's Python."""
-    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
 
 
 def torch_python(bench: Bench) -> str | None:
@@ -116,32 +97,6 @@ def torch_python(bench: Bench) -> str | None:
     if found is None:
         bench.say("torch is not installed: pip install '.[bench]', or give --torch")
     return found
-
-
-def rival(
-    bench: Bench,
-    name: str,
-    way: str,
-    shapes: Mapping[str, object],
-    *,
-    python: str,
-    model: Path,
-    ranks: int = RANKS,
-    bind: str = "core",
-) -> Contender:
-    """Return a contender of torch's."""
-    given = {"config": model / "config.json", "meet": bench.path(name).with_suffix(".meet")}
-    command = [python, *program("rivals", way, *as_flags({**given, **shapes}))]
-    places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    return Contender(
-        name,
-        [[*pinned(rank, bind), *command] for rank in range(ranks)],
-        ranks=ranks,
-        environments=[{**environment(), **place} for place in places],
-    )
-
-
-# Stages
 
 
 class Arena:
@@ -184,7 +139,7 @@ class Arena:
 
     def plain(self, name: str) -> Contender:
         """Return a loop without this project."""
-        words = as_flags({"model": self.model, **self.work.shapes(), "compile": name == COMPILED})
+        words = as_flags({"model": self.model, **self.work.shapes, "compile": name == COMPILED})
         command = [*pinned(0, self.bind), sys.executable, *program("loops", "plain", *words)]
         return Contender(name, [command], environments=[environment()])
 
@@ -210,16 +165,17 @@ class Arena:
     ) -> Contender:
         """Return torch's contender with ``sizes`` as its stages; without them on one rank."""
         layers = ",".join(map(str, sizes or [self.layers]))
-        shapes = {**self.work.shapes(), "schedule": schedule, "sizes": layers}
-        return rival(
-            self.bench,
+        shapes = {**self.work.shapes, "schedule": schedule, "sizes": layers}
+        ranks = RANKS if sizes else 1
+        meet = self.bench.path(name).with_suffix(".meet")
+        given = {"config": self.model / "config.json", "meet": meet, **shapes}
+        command = [python, *program("rivals", *as_flags(given))]
+        places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+        return Contender(
             name,
-            "pipeline",
-            shapes,
-            python=python,
-            model=self.model,
-            ranks=RANKS if sizes else 1,
-            bind=self.bind,
+            [[*pinned(rank, self.bind), *command] for rank in range(ranks)],
+            ranks=ranks,
+            environments=[{**environment(), **place} for place in places],
         )
 
 
@@ -345,77 +301,8 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grad-checkpoint", action="store_true", help="compute activations again, in ours"
     )
-    add_torch(parser)
-    add_bind(parser)
-
-
-# Replicas
-
-
-def replicas(bench: Bench) -> None:
-    """Full fine-tunes of two replicas: ours, beside torch's DDP, ZeRO-1 and FSDP2 over gloo.
-
-    A Mistral-style model of 8 layers and width 512, 25M parameters (--width 768: 57M), all of it
-    trained in float32 with AdamW; each replica has 4 micro-batches of 2 sequences of 256 tokens, a
-    core and a BLAS thread. By turns:
-
-      ours, --zero 0, 1 ...  shardmlx.train on two ranks, each a replica
-      torch DDP              whole weights and optimizers; sums in buckets, once a step
-      torch DDP, ZeRO-1      the same with ZeroRedundancyOptimizer
-      torch FSDP2            fully_shard of each layer; weights are gathered, and gradients summed,
-                             in each micro-batch
-      torch FSDP2, sums once the same with gradients summed once a step
-
-    --only selects among torch's. Peaks are of whole processes; ours also of MLX's arrays, beside
-    the plan. Seven minutes on two cores.
-    """
-    work = Work.of(bench)
-    found = in_turns(replicas_of(bench, work), bench.rounds)
-    bench.keep(turns=found.turns, summaries=found.summaries)
-    seconds = found.step_seconds
-    lines = []
-    for name, own in seconds.items():
-        step = Spread.of(own)
-        like = seconds.get(LIKE.get(name, ""))
-        ratio = f"{Spread.of_ratios(own, like):.2f} x {LIKE[name]}" if like else ""
-        speed = f"{work.rows * work.length / step.median:.0f}"
-        lines.append((name, f"{step:.3f} s", speed, ratio, *replica_peaks(found, name)))
-    peaks = ("peak MiB of a process", "before the model", "MLX's arrays", "planned")
-    header = ("what", "step, median (least-most)", "tokens/s", "step, beside", *peaks)
-    bench.show(f"{RANKS} replicas, full fine-tune", header, lines)
-
-
-def replicas_of(bench: Bench, work: Work) -> Iterator[Contender]:
-    """Start the contenders that were asked for, and yield them warm."""
-    model, data = make_both(bench, **changes_of(bench))
-    bind = bench.options.bind
-    for zero in bench.options.zero:
-        chosen = {"pipeline_stages": 1, "zero": zero, "recompute": "none", "no-pack": True}
-        flags = {**work.flags, **chosen, "model": model, "data": data}
-        yield training(bench, f"ours, --zero {zero}", flags, steps=work.steps, bind=bind)
-    python = torch_python(bench)
-    if python is not None:
-        for name in filter(bench.wants, REPLICAS):
-            shapes = work.shapes(RANKS)
-            yield rival(bench, name, REPLICAS[name], shapes, python=python, model=model, bind=bind)
-
-
-def replica_peaks(found: Found, name: str) -> tuple[str, ...]:
-    """Return the peaks of processes, and of what is known of their parts."""
-    process = mebibytes(found.peak(name, "process_peak_bytes"))
-    if name in REPLICAS:
-        return process, mebibytes(found.peak(name, "before_bytes")), "", ""
-    planned = found.summaries[name]["predicted"]["peak_memory_bytes"]
-    arrays = found.peak(name, "peak_memory_bytes")
-    return process, "", mebibytes(arrays), mebibytes(max(planned))
-
-
-def add_replicas(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--zero", nargs="*", type=int, default=[0, 1, 3], help="of ours")
-    parser.add_argument("--width", type=int, help="of the model's hidden states")
-    add_torch(parser)
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch")
     add_bind(parser)
 
 
 PIPELINE = Benchmark("pipeline", pipeline, add_pipeline, rounds=7, needs=[demo_lacks])
-OF_REPLICAS = Benchmark("replicas", replicas, add_replicas, rounds=5, needs=[demo_lacks])

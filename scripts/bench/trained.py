@@ -37,16 +37,14 @@ WIDE: dict[str, Any] = {
 TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
 """Changes to it with which it runs soon."""
 
+ROWS = 64
+"""Rows of the data that are made."""
+
 NEVER = 10**9
 """Steps until something that is not to happen in a run."""
 
 PATIENCE = 7200
 """Seconds that ranks wait for rank 0, which rests while others have their turns."""
-
-FULL: dict[str, Any] = {
-    "fine_tune_type": "full", "num_layers": -1, "val_batches": 0, "save_every": NEVER,
-}  # fmt: skip
-"""Options of a run that trains all layers, and reports nothing but its steps."""
 
 
 def demo_lacks() -> str | None:
@@ -76,12 +74,12 @@ def make_wide(directory: Path, **changes: Any) -> Path:
     return with_tokenizer(directory, config, tokenizer_directory(words, PIRATE, vocabulary))
 
 
-def make_long_rows(directory: Path, rows: int = 64, characters: int = 12000) -> Path:
+def make_long_rows(directory: Path, characters: int = 12000) -> Path:
     """Write data with rows longer than any --max-seq-length here: cut, all have one length."""
     lines = (PIRATE / "train.jsonl").read_text().splitlines()
     text = " ".join(json.loads(line)["messages"][-1]["content"] for line in lines)
-    text *= -(-(characters + 100 * rows) // len(text))
-    made = [{"text": text[100 * i : 100 * i + characters]} for i in range(rows)]
+    text *= -(-(characters + 100 * ROWS) // len(text))
+    made = [{"text": text[100 * i : 100 * i + characters]} for i in range(ROWS)]
     return Path(write(directory, train=made, valid=made))
 
 
@@ -137,7 +135,6 @@ def trained(
     flags: Mapping[str, object],
     *,
     ranks: int = 2,
-    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Train from start to end, a report each step unless ``flags`` say otherwise; return all events
     of its metrics file, of which the last is the summary."""
@@ -146,7 +143,7 @@ def trained(
     metrics.unlink(missing_ok=True)
     files = {"steps_per_report": 1, "adapter_path": own, "metrics_file": metrics, **flags}
     words = as_words(files, own.with_suffix(".yaml"))
-    run(ranks_command(ranks, "-m", "shardmlx.train", *words), variables)
+    run(ranks_command(ranks, "-m", "shardmlx.train", *words))
     return events(metrics)
 
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from scripts.bench import curves
+from scripts.bench import same_curve
 from tests.helpers.sources import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,19 +47,19 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_curves_lie_on_each_other_as_closely_as_is_said() -> None:
-    losses = json.loads(curves.NUMBERS.read_text())["losses"]
+    losses = json.loads(same_curve.NUMBERS.read_text())["losses"]
     assert list(losses) == ["mlx_lm.lora", "1 rank", "2 ranks", "4 ranks"]
-    assert {len(own) for own in losses.values()} == {curves.OPTIONS["iters"]}
+    assert {len(own) for own in losses.values()} == {same_curve.OPTIONS["iters"]}
     assert all(own[-1] < 0.6 * own[0] for own in losses.values())
-    difference = curves.largest_difference(losses)
+    difference = same_curve.largest_difference(losses)
     (said,) = re.findall(r"differ by at most ([\d.]+)%", README)
     assert 0 < 100 * difference <= float(said) < 300 * difference
 
 
 def test_the_picture_of_the_curves_is_drawn_from_the_stored_numbers() -> None:
-    numbers = json.loads(curves.NUMBERS.read_text())
-    assert curves.PICTURE.read_text() == curves.drawn(numbers["losses"])
-    assert numbers["options"] == curves.OPTIONS
+    numbers = json.loads(same_curve.NUMBERS.read_text())
+    assert same_curve.PICTURE.read_text() == same_curve.drawn(numbers["losses"])
+    assert numbers["options"] == same_curve.OPTIONS
 
 
 def test_badges_say_what_the_project_declares(scripts: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import pkgutil
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.bench import startup
 from scripts.bench.__main__ import TABLE, main, parser_of_all
 from scripts.bench.benchmark import Benchmark, Spread
 from scripts.bench.turns import by_turns
@@ -67,7 +65,7 @@ def test_every_program_that_is_started_is_there() -> None:
         for path in FILES
         for name in re.findall(r"\bprogram\(\s*\"(\w+)\"", path.read_text(encoding="utf-8"))
     }
-    assert {"loops", "rivals", "startup", "growth"} <= started <= {path.stem for path in FILES}
+    assert {"loops", "rivals", "growth"} <= started <= {path.stem for path in FILES}
 
 
 @pytest.mark.parametrize(
@@ -152,8 +150,3 @@ def test_ratios_are_of_rounds() -> None:
     spread = Spread.of_ratios([2.0, 20.0, 2.2], [1.0, 10.0, 1.0])
     assert (spread.median, spread.least, spread.most) == (2.0, 2.0, 2.2)
     assert f"{spread:.1f}" == "2.0 (2.0-2.2)"
-
-
-def test_what_is_timed_of_a_start_is_there() -> None:
-    for path in startup.PARTS:
-        assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))

@@ -1,112 +1,20 @@
-"""Losses by what is rounded, and the same losses as mlx_lm.lora: numbers and a picture."""
+"""The same losses as mlx_lm.lora: numbers and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from scripts.bench.benchmark import Bench, Benchmark, machine, run
-from scripts.bench.trained import FULL, NEVER, PIRATE, demo_lacks, demo_model, of_kind, trained
+from scripts.bench.trained import PIRATE, demo_lacks, demo_model, of_kind, trained
 from testbed.jobs import ROOT
-
-# Rounding
-
-LENGTH = 32
-LAST = 20
-"""Steps at the end whose losses are averaged."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A run: its options, ranks, and rows of a step."""
-
-    flags: dict[str, object]
-    ranks: int = 1
-    rows: int = 1
-
-
-ONE, TWO = "float32", "float32, two rows"
-
-KINDS = {
-    ONE: Kind({"dtype": "float32"}),
-    "bfloat16, master_weights": Kind({"dtype": "bfloat16", "master_weights": True}),
-    "bfloat16": Kind({"dtype": "bfloat16"}),
-    "float16, master_weights": Kind({"dtype": "float16", "master_weights": True}),
-    TWO: Kind({"dtype": "float32"}, rows=2),
-    "float32, two replicas": Kind({"dtype": "float32"}, ranks=2, rows=2),
-    "--sum-dtype bfloat16": Kind({"dtype": "float32", "sum_dtype": "bfloat16"}, ranks=2, rows=2),
-    "--sum-dtype int8": Kind({"dtype": "float32", "sum_dtype": "int8"}, ranks=2, rows=2),
-}
-"""Runs, each compared with the last before it, of float32 on one rank, that has as many rows."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Losses of the steps that were made, and of validation before and after them."""
-
-    steps: Sequence[float]
-    validation: Sequence[float]
-
-    @property
-    def last(self) -> float:
-        """Return the mean loss of the last steps."""
-        return statistics.fmean(self.steps[-LAST:])
-
-
-def curve_of(bench: Bench, name: str, kind: Kind, model: Path, steps: int) -> Curve:
-    """Return the losses of a run."""
-    flags = {
-        **FULL, "model": model, "data": PIRATE, "unfreeze_all": True, "optimizer": "adam",
-        "learning_rate": 1e-5, "pipeline_stages": 1, "batch_size": kind.rows,
-        "max_seq_length": LENGTH + 1, "iters": steps, "steps_per_eval": NEVER, "val_batches": 10,
-    }  # fmt: skip
-    told = trained(bench, name, {**flags, **kind.flags}, ranks=kind.ranks)
-    losses = {what: [each["loss"] for each in of_kind(told, what)] for what in ("train", "val")}
-    return Curve(losses["train"], losses["val"])
-
-
-def curves(bench: Bench) -> None:
-    """Losses of SmolLM2's full fine-tune by what is rounded: weights, optimizer state, messages.
-
-    Each run makes 200 steps of a row of 32 tokens, or where two replicas or stages send, of two
-    rows; Adam, 1e-5. Losses are compared with those of float32 on one rank with the same rows: the
-    mean of the last 20 steps, and of validation. Nothing is timed, so it does not matter what else
-    the machine does. Two and a half hours of CPU time, most of it for 16-bit matrix products, which
-    a CPU emulates.
-    """
-    steps = 2 if bench.quick else bench.options.steps
-    model = demo_model(bench)
-    found: dict[str, Curve] = {}
-    for name, kind in bench.chosen(KINDS).items():
-        found[name] = curve_of(bench, name, kind, model, steps)
-        bench.say(name, f"{found[name].last:.4f}")
-    bench.keep(curves={name: vars(curve) for name, curve in found.items()})
-    lines = []
-    for name, curve in found.items():
-        base = found.get(ONE if KINDS[name].rows == 1 else TWO)
-        cells = [f"{curve.last:.4f}", f"{curve.validation[-1]:.4f}"]
-        if base is not None and curve is not base:
-            cells[0] += f" ({100 * (curve.last / base.last - 1):+.3f}%)"
-            cells[1] += f" ({100 * (curve.validation[-1] / base.validation[-1] - 1):+.3f}%)"
-        lines.append((name, *cells))
-    header = ("what", f"loss of the last {LAST} steps", "validation")
-    bench.show("SmolLM2-135M, full", header, lines)
-
-
-def add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=200)
-
-
-# The same curve
 
 NUMBERS = ROOT / "docs/pictures/same-curve.json"
 PICTURE = NUMBERS.with_suffix(".svg")
@@ -301,5 +209,4 @@ def add_draw(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draw", action="store_true", help="only draw the stored numbers")
 
 
-CURVES = Benchmark("curves", curves, add_steps, needs=[demo_lacks])
 SAME_CURVE = Benchmark("same-curve", same_curve, add_draw, needs=[demo_lacks])
