@@ -75,7 +75,7 @@ python = partial(
 partitioner = partial(
     option,
     AUTO,
-    f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
+    "how the layers are divided; auto: the fastest division that fits",
     metavar="{" + ",".join((AUTO, *PARTITIONERS)) + "}",
     choices=PartitionerNames(AUTO),
 )
