@@ -476,7 +476,7 @@ def hub_transport_error() -> type[Exception]:
 
 def http_protocol(seconds_for_head: float, no_http: bytes) -> type[Any]:
     """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
-    takes longer than ``seconds_for_head``, and answers what is no HTTP with the JSON ``no_http``.
+    takes longer than ``seconds_for_head``, and answers what is not HTTP with the JSON ``no_http``.
 
     uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop``,
     ``transport``, ``conn`` (of h11) and ``send_400_response``. When it breaks: serve without a

@@ -35,6 +35,12 @@ first."""
 _MARK = "SHARDMLX_TEST_JOB"
 
 
+def patience(seconds: float) -> float:
+    """Return the seconds after which a job hangs on a machine as busy as this one is now, if it
+    does so after ``seconds`` on a quiet one."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 @dataclass(frozen=True)
 class Job:
     """An mpirun that has ended, and all its ranks with it."""

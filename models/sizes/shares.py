@@ -191,7 +191,7 @@ class TensorShares:
         """Return how many groups so many ranks are. Raises ``UserError``."""
         if ranks % self.size:
             raise UserError(
-                f"--tensor-parallel {self.size}: {ranks} ranks are no stages of {self.size} each",
+                f"--tensor-parallel {self.size}: {ranks} ranks are not stages of {self.size} each",
                 f"start mpirun with -n {self.size} or a multiple of it",
             )
         return ranks // self.size

@@ -114,7 +114,7 @@ class Checker:
         wrong = ids[(ids < 0) | (ids >= self.vocabulary)]
         if wrong.size:
             raise UserError(
-                f"{what} have {int(wrong.flat[0])}, which is no word of the model's vocabulary",
+                f"{what} have {int(wrong.flat[0])}, which is not a word of the model's vocabulary",
                 f"ids go from 0 to {self.vocabulary - 1}",
             )
 

@@ -293,7 +293,7 @@ class TrainService:
                     job.succeed(job.result())
 
     def _carry_out(self, job: OpenRequest) -> None:
-        """Carry out a request that is no loss. Raises ``UserError``."""
+        """Carry out a request that is not a loss. Raises ``UserError``."""
         if isinstance(job.request, OptimStep):
             pending = self._models.begin_update(job.request.model, job.request)
             self._ordered.append(_Ordered(pending, lambda norms: _answer_update(job, norms)))

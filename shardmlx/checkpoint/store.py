@@ -63,7 +63,7 @@ class FileInfo:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+\.safetensors", self.name, re.ASCII):
-            raise ValueError(f"{self.name!r} is no file of a checkpoint")
+            raise ValueError(f"{self.name!r} is not a file of a checkpoint")
         if self.nbytes < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise ValueError(f"{self.name}: {self.nbytes} bytes, sha256 {self.sha256!r}")
 
@@ -92,7 +92,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: bytes, where: str | Path) -> Manifest:
         """Read a text of ``to_json``. Raises ``UserError`` for anything else."""
-        with refusing(f"{where} is no checkpoint's manifest", "take another one"):
+        with refusing(f"{where} is not a checkpoint's manifest", "take another one"):
             content = json.loads(text)
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")

@@ -26,8 +26,8 @@ SECONDS_KEPT = 75
 class HttpServer:
     """A server of ``app`` on ``listeners``, which it closes at its end. Then its thread calls
     ``on_end`` with the error that ended it, or None after ``stop``. ``no_http`` is the JSON that
-    answers what is no HTTP; a PEM file with ``certificate`` and key makes it HTTPS. Requests beyond
-    ``most_connections`` get 503."""
+    answers what is not HTTP; a PEM file with ``certificate`` and key makes it HTTPS. Requests
+    beyond ``most_connections`` get 503."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         with file_access("read", path):
             text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        problem = f"{path} is no UTF-8 text (byte {error.start})"
+        problem = f"{path} is not UTF-8 text (byte {error.start})"
         raise UserError(problem, "is it a YAML file?") from None
     try:
         content = yaml.load(text, _Loader)

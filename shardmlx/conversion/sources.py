@@ -129,7 +129,7 @@ def find_trained(name: str) -> Trained:
     """Find adapters, or the (newest) checkpoint of a directory. Raises ``UserError``."""
     path = Path(name)
     if not path.is_dir():
-        raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
+        raise UserError(f"--adapter-path {name} is not a directory", "name that of a finished run")
     has_tensors = any((path / file).is_file() for file in (ADAPTER_FILE, PEFT_FILE, PICKLED))
     if has_tensors and (path / ADAPTER_CONFIG_FILE).is_file():
         config, file = find_adapters(path)

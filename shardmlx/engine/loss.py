@@ -91,7 +91,7 @@ class Head:
         self._part = part
         self._savings = savings
         self._objective = objective
-        # A piece with dropout has an argument that is no array, so it is not compiled.
+        # A piece with dropout has an argument that is not an array, so it is not compiled.
         compiled = compiled and not part.head_drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
         make = mx.compile if compiled else (lambda function: function)

@@ -97,7 +97,14 @@ def _push(peer: _LinkEnd, seconds: float) -> tuple[float, float]:
     _, round_trip = _median_seconds(transfer, (0,), 1, SECONDS_OF_PINGS)
     size, taken = _median_seconds(transfer, TRANSFERS, 4, seconds)
     peer.say(_END)
-    return round_trip / 2, size / max(taken - round_trip, 1e-9)
+    return round_trip / 2, bandwidth(size, taken, round_trip)
+
+
+def bandwidth(size: int, taken: float, round_trip: float) -> float:
+    """Return the bytes a second of a link on which ``size`` bytes and their answer took so many
+    seconds. ``round_trip`` counts for half of them at most: on a busy machine an empty message, at
+    another moment, may have taken longer than these bytes."""
+    return size / max(taken - round_trip, taken / 2)
 
 
 def _pull(peer: _LinkEnd) -> None:

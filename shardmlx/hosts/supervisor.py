@@ -228,7 +228,7 @@ class Supervisor:
 
     def _terminal(self) -> dict[str, str]:
         """Return the variable that gives this process's terminal to rank 0, if it needs it."""
-        with contextlib.suppress(OSError):  # stdout is no terminal, or closed
+        with contextlib.suppress(OSError):  # stdout is not a terminal, or closed
             return {TERMINAL: os.ttyname(1)} if self._control.streams else {}
         return {}
 

@@ -49,7 +49,7 @@ class CallFormat:
 def json_calls(marks: Marks) -> CallFormat:
     """Return the format in which a model with these ``marks`` is made to call: JSON objects, each
     between them, or a list where no mark ends a call. Arguments of GLM's, Qwen3-Coder's and others'
-    own calls are no JSON."""
+    own calls are not JSON."""
     before = '{"name": "{}", "arguments": '
     if not marks.end:
         return CallFormat(before, "}", between=", ", first=f"{marks.start}[", last="]")

@@ -109,7 +109,7 @@ class PipedLines:
         print(text, end="", flush=True)
 
     def dimmed(self, text: str) -> str:
-        """Return a text that is no answer, as it is to be printed."""
+        """Return a text that is not an answer, as it is to be printed."""
         return text
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class PipedLines:
         except UnicodeDecodeError as error:
             shown = line[:SHOWN].decode(errors="replace")
             print(
-                f"shardmlx: a line is passed over, since it is no UTF-8 text: {shown!r} ({error})",
+                f"shardmlx: a line is passed over, since it is not UTF-8 text: {shown!r} ({error})",
                 file=sys.stderr,
                 flush=True,
             )

@@ -25,7 +25,7 @@ MOST = 64
 """Tokens whose text may be held back because the next may change it."""
 
 INCOMPLETE = "\ufffd"
-"""A character in the place of bytes that are no whole one."""
+"""A character in the place of bytes that are not a whole one."""
 
 
 @dataclass(slots=True)

@@ -173,7 +173,7 @@ class FirstStage:
     def drafts(self, sequence: int) -> DraftCounts:
         """Count the drafts of a sequence, of those accepted the ones that ``step`` has returned."""
         counts = self._sequences[sequence].drafts
-        others = sum(number == sequence for number, _ in self._others)  # the last was no draft
+        others = sum(number == sequence for number, _ in self._others)  # the last was not a draft
         return replace(counts, accepted=counts.accepted - max(others - 1, 0))
 
     def finish(self, sequence: int) -> None:

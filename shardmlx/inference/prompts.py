@@ -211,7 +211,7 @@ def read_stdin(fd: int = 0, *, hides_end: bool | None = None) -> str:
     job that launch has not started, silence is taken for the end, and stderr tells so. Raises
     ``UserError`` if no text comes."""
     read = _read_stdin("--prompt", fd, hides_end)
-    with refusing("--prompt -: stdin is no UTF-8 text"):
+    with refusing("--prompt -: stdin is not UTF-8 text"):
         text = read.decode().removesuffix("\n").removesuffix("\r")
     if not text:
         raise UserError("--prompt -: nothing came from stdin", "write a text into it")

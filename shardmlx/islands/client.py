@@ -177,7 +177,7 @@ class Hub:
         with self._answer(method, path, body, {"content-type": "application/json"}) as answer:
             if isinstance(found := json.loads(answer.read()), dict):
                 return found
-        raise HubAway(f"{path}: the answer is no object")
+        raise HubAway(f"{path}: the answer is not an object")
 
     @contextlib.contextmanager
     def _answer(

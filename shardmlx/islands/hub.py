@@ -55,7 +55,7 @@ def run(words: Sequence[str]) -> int:
     server = HttpServer(
         make_app(rounds, address),
         *listeners,
-        no_http={"error": "this is no HTTP request", "remedy": "see whether it needs https"},
+        no_http={"error": "this is not an HTTP request", "remedy": "see whether it needs https"},
         certificate=options.certificate,
         most_connections=MOST_CONNECTIONS,
         on_end=ends.append,

@@ -238,7 +238,7 @@ class _Api:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise Refusal(400, "the body is no JSON") from None
+            raise Refusal(400, "the body is not JSON") from None
 
     async def _receive(
         self, request: Request, name: str, take: Callable[[bytes], object], most: int

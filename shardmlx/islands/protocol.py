@@ -279,7 +279,7 @@ class Progress(Message):
         losses = [each for each in (self.loss, self.val_loss) if each is not None]
         are_finite = all(is_number(each) and math.isfinite(each) for each in losses)
         if not are_finite or {type(self.step), type(self.tokens)} != {int}:
-            raise ValueError("a value that is no number")
+            raise ValueError("a value that is not a number")
 
 
 def check_secure_sums(what: str) -> None:

@@ -28,7 +28,9 @@ def report_secretly(hub: Hub, path: str, body: IO[bytes], rows: int) -> None:
         hub.persist(partial(hub.post, path, {"declined": True}), math.inf)
         raise Refusal(422, f"the difference is not reported: {error}", "train anew") from None
     while not hub.closed.is_set():
-        with refusing(f"--island {hub.url}: the hub asked for what is no secure sum", "leave it"):
+        with refusing(
+            f"--island {hub.url}: the hub asked for what is not a secure sum", "leave it"
+        ):
             problem = _take_part(hub, path, body, weight)
         if problem:
             hub.say(f"--island {hub.url}: no secure sum: {problem}; trying again")

@@ -174,7 +174,7 @@ class SecureRounds:
     def tell(self, report: Report, message: Any) -> dict[str, Any]:
         """Take what an island says of its report, and answer what is next. Raises ``Refusal``."""
         if not isinstance(message, Mapping):
-            raise Refusal(400, "the message is no object", "use the same shardmlx")
+            raise Refusal(400, "the message is not an object", "use the same shardmlx")
         with self._lock:
             self._rounds.check(report, 0)
             if self._rounds.ended:

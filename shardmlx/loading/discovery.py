@@ -106,7 +106,7 @@ def _share(
         return
     manifest = found.manifest
     if manifest is None:
-        assert found.path is not None, "what is no repository has a path"
+        assert found.path is not None, "what is not a repository has a path"
         manifest = read_model_manifest(found.path, found.files, found.identity)
     disks, *_ = crew.all(LocalFiles.see_disks, source.weight_cache)
     plan = CopyPlan(manifest, holdings, keepers_of(holdings, disks), source.weight_cache)

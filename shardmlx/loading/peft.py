@@ -163,7 +163,7 @@ def _pairs_in(tensors: Mapping[str, mx.array], modules: Collection[str]) -> dict
     for name, array in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
         if match is None or array.ndim != (1 if match["part"] == "magnitude_vector" else 2):
-            raise UserError(f"tensor {name} of PEFT is no adapter of a linear layer", MERGE)
+            raise UserError(f"tensor {name} of PEFT is not an adapter of a linear layer", MERGE)
         module = _module(match["module"], modules)
         pair = pairs.setdefault(module, _Pair(match["module"]))
         part = _PARTS[match["part"]]
@@ -179,7 +179,7 @@ def _check_pair(module: str, pair: _Pair, modules: Collection[str], *, is_dora: 
     parts = pair.parts
     wanted = {"lora_a", "lora_b", *(("m",) if is_dora else ())}
     if parts.keys() != wanted or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]:
-        raise UserError(f"the adapters of {pair.path} are no pair lora_A, lora_B", MERGE)
+        raise UserError(f"the adapters of {pair.path} are not a pair lora_A, lora_B", MERGE)
     is_embedding = _is_embedding(module)
     if is_embedding and is_dora:
         raise UserError(
@@ -202,7 +202,7 @@ def _module(path: str, modules: Collection[str]) -> str:
         if path.startswith(theirs) and name in modules:
             return name
     raise UserError(
-        f"{path}, which PEFT has trained, is no module of this model",
+        f"{path}, which PEFT has trained, is not a module of this model",
         f"use the model that it was made with; if that has it, {MERGE}",
     )
 
@@ -214,7 +214,7 @@ def _scale(config: Mapping[str, Any], pair: _Pair) -> float:
         try:
             fits = re.match(rf"(.*\.)?({pattern})$", pair.path) is not None
         except re.error:
-            raise UserError(f"alpha_pattern has {pattern!r}, which is no pattern") from None
+            raise UserError(f"alpha_pattern has {pattern!r}, which is not a pattern") from None
         if fits:
             alpha = value
             break

@@ -231,7 +231,8 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise
     except errors.HFValidationError:
         raise UserError(
-            f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
+            f"there is no directory {name} here, and it is not a Hugging Face repository "
+            "(OWNER/NAME)",
             "give the model's directory, or its repository, like "
             "mistralai/Mistral-7B-Instruct-v0.3",
         ) from None

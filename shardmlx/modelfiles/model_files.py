@@ -97,7 +97,7 @@ def read_model(source: Source) -> ModelFiles:
     check_layout(source.name, present)
     if CONFIG_FILE not in present:
         raise UserError(
-            f"{source.name} is no model: it has no {CONFIG_FILE}",
+            f"{source.name} is not a model: it has no {CONFIG_FILE}",
             "name the directory or repository that has it",
         )
     config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))

@@ -132,7 +132,7 @@ def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
     length = int.from_bytes(prefix, "little")
     if length > _MAX_HEADER_BYTES:
         raise UserError(
-            f"{where} is no safetensors file: it claims a header of {length} bytes, over "
+            f"{where} is not a safetensors file: it claims a header of {length} bytes, over "
             f"{_MAX_HEADER_BYTES}: {AGAIN}"
         )
     missing = LENGTH_BYTES + length - file_size
@@ -151,7 +151,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     except (ValueError, RecursionError):
         raise UserError(f"{where}: its header is not valid JSON: {AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: its header is no JSON object: {AGAIN}")
+        raise UserError(f"{where}: its header is not a JSON object: {AGAIN}")
     metadata = content.pop("__metadata__", None) or {}
     head = len(text).to_bytes(LENGTH_BYTES, "little") + text
     data_offset = len(head)
@@ -190,7 +190,7 @@ def parse_index(text: bytes, where: str | Path) -> Mapping[str, str]:
         if not all(isinstance(name, str) for name in files.values()):
             raise TypeError("no file names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{where} is no index with a weight_map: {AGAIN}") from None
+        raise UserError(f"{where} is not an index with a weight_map: {AGAIN}") from None
     return files
 
 

@@ -139,7 +139,7 @@ def generation_of(inspection: Inspection, sequences: int, context: int) -> Gener
     """Return the setup of generating; ``UserError`` for a model without keys and values."""
     if inspection.shape is None:
         raise UserError(
-            f"--context: {inspection.files.name} is no decoder with keys and values",
+            f"--context: {inspection.files.name} is not a decoder with keys and values",
             "leave --context out",
         )
     model = model_sizes(inspection.files, None)

@@ -66,8 +66,8 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is under /v1").body
-"""Answers what is no HTTP."""
+NO_HTTP = refused("this is not an HTTP request, or its head is too long: the API is under /v1").body
+"""Answers what is not HTTP."""
 
 
 def server_fault() -> ApiError:

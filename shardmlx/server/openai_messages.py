@@ -184,7 +184,7 @@ def read_parts(content: str | list[Json], where: str, role: str) -> Said:
 
 def read_part(part: Json, where: str, role: str) -> tuple[str, bool]:
     """Return the text of a part, which is ``where`` in the request, and whether it is a line in the
-    place of what is no text: in the result of a tool and in an earlier answer.
+    place of what is not text: in the result of a tool and in an earlier answer.
 
     Raises ``ApiError`` for such a part of another message, and for a field that a part must not
     have.
@@ -271,8 +271,8 @@ class MessageBody(Body):
         refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, where)
 
     def add_to(self, history: History, where: str) -> None:
-        """Add the message, with lines in the place of what is no text if it stands beside a result.
-        Raises ``ApiError``, which calls it ``where``."""
+        """Add the message, with lines in the place of what is not text if it stands beside a
+        result. Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
         content = self._content(extra, where)
         said = read_parts(content, f"{where}.content", history.read_as(self.role))

@@ -34,7 +34,7 @@ def _plain(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
         if isinstance(value, dict | list):
             raise ValueError(f"{shown(name)}: give a text, a number, true, false or null")
         if name in TOKENIZERS_OWN.split():
-            raise ValueError(f"{name} is no variable of a chat template: leave it out")
+            raise ValueError(f"{name} is not a variable of a chat template: leave it out")
     return arguments
 
 
@@ -145,8 +145,8 @@ class AskedChat(AskedBody):
 # From bytes to a model.
 
 KIND = re.compile(r"str|(list|dict|json)\[.*|\[key\]")
-"""A step in pydantic's path to a fault that is no field, but a type that a field may have, or that
-a key is at fault."""
+"""A step in pydantic's path to a fault that is not a field, but a type that a field may have, or
+that a key is at fault."""
 
 _AnyBody = TypeVar("_AnyBody", bound=ModelBody)
 _T = TypeVar("_T")
@@ -204,14 +204,14 @@ def _explained(error: ValidationError, where: str = "") -> ApiError:
     first = _first(error)
     message = SAID.get(first["type"], first["msg"].removeprefix("Value error, "))
     if first["type"] == NO_JSON:
-        return refused(f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}")
+        return refused(f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}")
     path = [where, *(str(each) for each in first["loc"] if not KIND.fullmatch(str(each)))]
     # A path may end in a key of the client's own.
     param = ".".join(filter(None, path))[:100] or None
     if first["type"] == "missing":
         return refused(f"{param} is missing", param)
     if param is None:
-        return refused("the body is no JSON object")
+        return refused("the body is not a JSON object")
     given = first["input"]
     is_plain = given is None or isinstance(given, bool | int | float | str)
     value = f" (it is {shown(given)})" if is_plain else ""

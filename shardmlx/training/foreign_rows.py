@@ -98,7 +98,7 @@ def message_of(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {"role": "assistant", **others, "tool_calls": _calls_of(value, f"{name}.value")}
     role = _ROLES.get(side) if isinstance(side, str) else None
     if role is None:
-        raise UserError(f"{name} is from {shown(side)}, which is no side that is known", _TURNS)
+        raise UserError(f"{name} is from {shown(side)}, which is not a side that is known", _TURNS)
     if not isinstance(value, str):
         raise UserError(f"{name}.value is {shown(value)}, not text", _TURNS)
     return {"role": role, "content": value, **others}

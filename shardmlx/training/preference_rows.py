@@ -234,7 +234,7 @@ def _check_conversations(row: Row, answers: tuple[str, str], prompt: str, where:
 
 
 def _check_answer(message: Row, name: str) -> None:
-    """Raise ``UserError`` for a message that is no answer, or an empty one."""
+    """Raise ``UserError`` for a message that is not an answer, or an empty one."""
     if message["role"] != "assistant":
         raise UserError(
             f"{name}: the answer is a message with role {shown(message['role'])}",

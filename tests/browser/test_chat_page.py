@@ -362,7 +362,7 @@ def test_a_failure_is_one_line_with_a_way_to_try_again(page: Page, stage: Stage)
         (answered, ('data: {"error": {"message": "a rank died"}}\n\n', 200, {}), "A rank died."),
         (answered, (": nothing\n\n", 200, {}), "The connection ended before the answer did."),
         (answered, (f"data: {event}\n\n", 200, {}), "The connection ended before the answer did."),
-        (answered, ("data: <html>\n\n", 200, {}), "What came is no answer: is there a proxy"),
+        (answered, ("data: <html>\n\n", 200, {}), "What came is not an answer: is there a proxy"),
         (cut, (), "The connection was lost."),
         ("async () => { throw new TypeError(); }", (), "The server cannot be reached."),
     ]
@@ -422,7 +422,7 @@ def test_settings_are_kept_and_used(page: Page, stage: Stage) -> None:
     assert not page.run("return document.getElementById('settings').open")
     page.one("#open-settings").click()
     page.one("[name=top_p]").send_keys("7", Keys.ENTER)
-    assert page.run("return document.getElementById('settings').open"), "7 is no probability"
+    assert page.run("return document.getElementById('settings').open"), "7 is not a probability"
     page.one("#settings .cancel").click()
     page.chrome.refresh()
     assert page.ask("Ahoy!") == "Ahoy!"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.jobs import Job, Running
+from testbed.jobs import Job, Running, patience
 from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 
@@ -31,7 +31,8 @@ def mpirun(
     start = Running(command, env, cwd) if command else Running.ranks(n, *args, env=env, cwd=cwd)
     with start as running:
         meanwhile(running.process.pid)
-        if running.wait(timeout) is None:
+        ended = running.wait(timeout) is not None
+        if not ended and running.wait(max(0.0, patience(timeout) - timeout)) is None:
             job = running.where_it_hangs()
             pytest.fail(f"mpirun -n {n} {args} hung for {timeout:g} s\n{job.output}")
         orphans = running.left_behind()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.jobs import Job, Running
+from testbed.jobs import Job, Running, patience
 from tests.helpers.programs import PROGRAMS
 
 
@@ -49,8 +49,10 @@ class RankPool:
         request.write_text(json.dumps([list(map(str, arguments)), str(cwd)]))
         request.rename(request.with_suffix(".json"))
         results = [self._path / f"{number}-{rank}.status" for rank in range(self._size)]
-        end = time.monotonic() + timeout
-        while not (self.ended or all(map(Path.exists, results))) and time.monotonic() < end:
+        start = time.monotonic()
+        while not (self.ended or all(map(Path.exists, results))):
+            if time.monotonic() - start > patience(timeout):
+                break
             time.sleep(0.01)
         if self.ended:
             job = self._running.job()

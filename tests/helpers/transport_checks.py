@@ -183,7 +183,7 @@ def check_it_does_not_matter_who_owns_what(transport: Transport) -> None:
 
 
 def check_sums_that_travel_in_bfloat16_are_of_rounded_numbers(transport: Transport) -> None:
-    """The same on all ranks; zeros, overflows and what is no number too."""
+    """The same on all ranks; zeros, overflows and what is not a number too."""
     world = tuple(range(transport.size))
     sums = Sums(transport, full(0, (6000,)), WIRE_FORMATS["bfloat16"])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.islands.client import TOKEN
-from testbed.jobs import CACHE, PYTHONPATH
+from testbed.jobs import CACHE, PYTHONPATH, patience
 from tests.helpers.island_hub import running_hub
 
 OTHER = "0.32.3"
@@ -81,8 +81,11 @@ def test_a_pipeline_and_another_build_of_mlx_train_by_one_hub(
             island([*launch, *place["macs"]], hub.tokens["macs"], PYTHONPATH, logs["macs"]) as macs,
             island([*box, *place["box"]], hub.tokens["box"], path, logs["box"]) as one,
         ):
-            together, end = False, time.monotonic() + 100
-            while time.monotonic() < end and (macs.poll() is None or one.poll() is None):
+            together = False
+            start = time.monotonic()
+            while macs.poll() is None or one.poll() is None:
+                if time.monotonic() - start > patience(100):
+                    break
                 together = together or len(hub.rounds.run.lives) == 2
                 time.sleep(0.05)
             ends = {"macs": macs.poll(), "box": one.poll()}

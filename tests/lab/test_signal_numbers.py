@@ -37,7 +37,7 @@ if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
         setattr(signal, each.name, each)
     (pathlib.Path.home() / "rank1").write_text(str(os.getpid()))
 """
-"""The table of macOS in rank 1's Python. What launch sends as SIGUSR1, 10, is no signal that it
+"""The table of macOS in rank 1's Python. What launch sends as SIGUSR1, 10, is not a signal that it
 handles: it would end that rank, as SIGBUS does on a Mac."""
 
 

@@ -23,7 +23,7 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     return [
         *("--model", small, "--data", pirate, "--val-batches", "0", "--schedule", "1f1b"),
         *("--iters", "9", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"),
-        *("--num-layers", "-1", "--timeout", "3", "--checkpoint-every", "3", "--no-pack"),
+        *("--num-layers", "-1", "--timeout", "15", "--checkpoint-every", "3", "--no-pack"),
         *("--metrics-file", tmp_path / "metrics.jsonl"),
     ]
 

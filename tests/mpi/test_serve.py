@@ -115,7 +115,7 @@ def test_a_round_trip_of_tools_that_a_random_model_is_made_to_call(served: Serve
 
 
 def test_a_history_of_anthropics_servers_by_its_own_package(served: Served) -> None:
-    """Ids of another form, two thoughts, and results of tools that are no text."""
+    """Ids of another form, two thoughts, and results of tools that are not text."""
     anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: '.[dev]'")
     client = anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0)
     thoughts = [{"type": "thinking", "thinking": said, "signature": ""} for said in ("a", "b")]

@@ -20,7 +20,7 @@ from tests.helpers.transport_checks import CHECKS
 OF_SUMS = [name for name in CHECKS if "sum" in name or "scatter" in name or "gather" in name]
 
 
-# Three: a number that is no power of two. Sums depend on how many there are, messages do not.
+# Three: a number that is not a power of two. Sums depend on how many there are, messages do not.
 @pytest.mark.parametrize(
     ("name", "size"),
     [*((name, 3) for name in CHECKS), *((name, 2) for name in OF_SUMS)],

@@ -215,7 +215,7 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile; ``UserError`` names the file and its fault."""
     with file_access("read", path):
         text = Path(path).read_bytes()
-    with refusing(f"{path} is no profile", _AGAIN):
+    with refusing(f"{path} is not a profile", _AGAIN):
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}: this shardmlx reads {FORMAT}")

@@ -146,11 +146,11 @@ class Workload(ModelSizes):
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
-    """Return the sizes of a model cast to ``dtype``, if any; ``UserError`` if it is no model."""
+    """Return the sizes of a model cast to ``dtype``, if any; ``UserError`` if it is not a model."""
     inspection = inspect_files(files)
     if inspection.shape is None:
         needed_shape(files)
-        raise UserError(f"{files.name} is no model that can be trained", "name one with weights")
+        raise UserError(f"{files.name} is not a model that can be trained", "name one with weights")
     check_packing(files.config, inspection.shape, files.tensors)
     packing = published_packing(files.config)
     unpacked = None if packing is None or packing.loaded is not None else dtype or "bfloat16"

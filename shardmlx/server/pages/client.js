@@ -85,6 +85,6 @@ function parsed(data) {
   try {
     return JSON.parse(data);
   } catch {
-    throw new Failure("What came is no answer: is there a proxy between that changes it?");
+    throw new Failure("What came is not an answer: is there a proxy between that changes it?");
   }
 }

@@ -91,7 +91,7 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
             raise too_large
         return unpacker.decompress(body, max_output_size=most, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise refused(f"the body is no zstd, or a part of one: {error}") from None
+        raise refused(f"the body is not zstd, or a part of one: {error}") from None
 
 
 def read_forward_backward(body: bytes) -> wire.ForwardBackwardRequest:
@@ -100,7 +100,9 @@ def read_forward_backward(body: bytes) -> wire.ForwardBackwardRequest:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise refused(f"the body is no ForwardBackwardRequest of tinker.proto: {error}") from None
+        raise refused(
+            f"the body is not a ForwardBackwardRequest of tinker.proto: {error}"
+        ) from None
     return message
 
 

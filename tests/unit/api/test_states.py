@@ -165,7 +165,7 @@ def test_a_model_of_a_state_that_cannot_be_loaded_takes_no_room(
 
 
 def test_a_state_is_whole_or_not_there(small: Path, tmp_path: Path) -> None:
-    """A file that a crash left half written, or cut, is no state, and hides none."""
+    """A file that a crash left half written, or cut, is not a state, and hides none."""
 
     def work(client: TrainClient) -> None:
         client.create_model(rank=4).save("a")

@@ -77,7 +77,7 @@ def test_a_manifest_survives_its_text() -> None:
     "name", ["../weights.safetensors", "/etc/a.safetensors", "COMMITTED", "a/b.safetensors", ""]
 )
 def test_a_file_of_a_checkpoint_lies_in_its_directory(name: str) -> None:
-    with pytest.raises(ValueError, match="is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="is not a file of a checkpoint"):
         FileInfo(name, 0, "0" * 64)
 
 

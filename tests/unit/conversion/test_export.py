@@ -319,7 +319,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
     ("how", "message"),
     [
         ({"model": "no/such"}, "there is no directory no/such here"),
-        ({"adapter_path": "nowhere"}, "--adapter-path nowhere is no directory"),
+        ({"adapter_path": "nowhere"}, "--adapter-path nowhere is not a directory"),
         ({"quantize": "4:128"}, "--quantize finds nothing to quantise"),
         pytest.param(
             {"device": "gpu"},

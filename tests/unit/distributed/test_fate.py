@@ -69,7 +69,7 @@ def test_rank_0_gives_all_signs_of_life_and_the_others_rank_0() -> None:
 
 
 def test_when_mpirun_ends_the_job_each_rank_tells_all_that_it_lives_and_who_else_does() -> None:
-    """A late sign of life is no answer, and an answer asks for none."""
+    """A late sign of life is not an answer, and an answer asks for none."""
     fate = fate_of(2)
     LOOK(fate, 0.0)
     called = Beat("loading", asks=True, living=(2,))

@@ -19,7 +19,7 @@ from shardmlx.errors import AgreedFailure
 from shardmlx.hosts import doctor_mpi, speed_tests
 from shardmlx.hosts.doctor_mpi import DoctorWorker
 from shardmlx.hosts.findings import Examination, LinkSpeed
-from shardmlx.hosts.speed_tests import measure_link
+from shardmlx.hosts.speed_tests import bandwidth, measure_link
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 BLAS = Blas("OpenBLAS 0.3.21, 1 thread a rank")
@@ -50,6 +50,11 @@ def test_a_link_is_measured_from_its_first_rank() -> None:
     assert isinstance(first, LinkSpeed)
     assert first.latency > 0
     assert 0 < first.back < first.there
+
+
+def test_a_round_trip_that_another_moment_made_long_makes_no_link_fast() -> None:
+    assert bandwidth(1_000_000, 0.1, 0.02) == pytest.approx(12.5e6)
+    assert bandwidth(1_000_000, 0.1, 0.2) == pytest.approx(20e6)
 
 
 def test_a_link_whose_other_end_is_silent_is_named_and_nobody_waits_for_ever() -> None:

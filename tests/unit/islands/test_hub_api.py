@@ -202,7 +202,7 @@ def test_wrong_uploads_are_refused_counted_and_leave_nothing(tmp_path: Path) -> 
             assert answer.status_code == status
             assert sorted(answer.json()) == ["error", "remedy"]
         assert sorted(tmp_path.rglob("*")) == before
-        assert hub.rounds.islands["ann"].refused == 6  # the last one is no island's path
+        assert hub.rounds.islands["ann"].refused == 6  # the last one is not an island's path
 
 
 def test_no_path_leads_to_a_file_that_is_not_the_pages(tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_settings_without_a_form_are_refused_by_name(
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("q_proj.lora_B", "q_proj.lora_E", "is no adapter of a linear layer"),
-        ("q_proj", "z_proj", "z_proj, which PEFT has trained, is no module of this model"),
+        ("q_proj.lora_B", "q_proj.lora_E", "is not an adapter of a linear layer"),
+        ("q_proj", "z_proj", "z_proj, which PEFT has trained, is not a module of this model"),
         ("layers.1", "layers.7", "layers.7.self_attn.k_proj, which PEFT has trained"),
     ],
 )
@@ -198,7 +198,7 @@ def test_half_a_pair_and_pickled_tensors_are_refused(tmp_path: Path) -> None:
     mx.eval(found)
     found.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
     mx.save_safetensors(str(file), found)
-    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj are no pair"):
+    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj are not a pair"):
         apart(adapters, MADE / "lora")
     file.rename(adapters / "adapter_model.bin")
     with pytest.raises(UserError, match=r"adapter_model.bin is pickled"):

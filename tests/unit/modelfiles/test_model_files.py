@@ -84,7 +84,10 @@ def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda d: d / "nowhere.safetensors", "does not exist: check the path"),
-        (lambda d: write(d, {"notes.txt": text_file(b"")}), "is no model: it has no config.json"),
+        (
+            lambda d: write(d, {"notes.txt": text_file(b"")}),
+            "is not a model: it has no config.json",
+        ),
         (
             lambda d: write(d, {"config.json": text_file(b"{")}),
             "config.json is not valid JSON: Expecting property name",
@@ -260,7 +263,7 @@ def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspec
     length = (100_000_001).to_bytes(8, "little")
     for content, message in (
         (File(b"", 0, True), "is truncated: 8 bytes"),
-        (File(length, 10**12, True), "is no safetensors file"),
+        (File(length, 10**12, True), "is not a safetensors file"),
     ):
         hub.repositories["me/bad"] = {"config.json": files["config.json"]} | {
             "model.safetensors": content

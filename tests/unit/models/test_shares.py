@@ -139,7 +139,7 @@ def test_greedy_texts_of_three_or_four_shares(name: str, count: int) -> None:
     """Token by token. ``tests/mpi`` has some of two ranks, and of stages."""
     model, shape = build(config_of(name)), read_shape(config_of(name))
     models = [deepcopy(model) for _ in range(count)]
-    mx.eval(logits_of(Slice(model, 0, shape.num_layers)))  # and what is no parameter
+    mx.eval(logits_of(Slice(model, 0, shape.num_layers)))  # and what is not a parameter
 
     def run(transport: Transport) -> list[int]:
         part = Slice(models[transport.rank], 0, shape.num_layers)

@@ -304,7 +304,7 @@ def test_ranks_with_whole_experts_hold_as_much_as_with_columns() -> None:
 
 def test_ranks_that_cannot_share_a_stage() -> None:
     said = str(refusal(plan, ONE, ROOM, ROOM, ROOM, **SHARED))
-    assert "3 ranks are no stages of 2 each" in said
+    assert "3 ranks are not stages of 2 each" in said
     said = str(refusal(plan, ONE, *[ROOM] * 4, tensor_parallel=4))
     assert "fewer heads of keys and values than ranks: 2" in said
     said = str(refusal(partial(plan, ONE, ROOM, ROOM, work=workload("cohere"), **SHARED)))

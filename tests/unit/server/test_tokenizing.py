@@ -75,4 +75,4 @@ def test_another_model_and_a_body_that_is_no_json_are_refused(
     kind = {"content-type": "application/json"}
     answer = httpx.post(f"{served.address}/{path}", content=b"{", headers=kind)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the body is no JSON")
+    assert answer.json()["error"]["message"].startswith("the body is not JSON")

@@ -237,7 +237,9 @@ def test_what_is_no_http_is_refused_and_a_huge_head_too() -> None:
                 head, _, body = received(connection).partition(b"\r\n\r\n")
                 assert head.startswith(b"HTTP/1.1 400 ")
                 error = json.loads(body)["error"]
-                assert error["message"].startswith("this is no HTTP request, or its head is too lo")
+                assert error["message"].startswith(
+                    "this is not an HTTP request, or its head is too lo"
+                )
         assert httpx.get(f"{server.address}/health").status_code == 200
 
 

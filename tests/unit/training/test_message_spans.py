@@ -187,7 +187,7 @@ def _answers(call: str, others: str, ask: str) -> str:
             ),
             ["<call>up</call>", "so</bot>"],
         ),
-        # It asks for an answer by an empty thought, whose mark is no tag.
+        # It asks for an answer by an empty thought, whose mark is not a tag.
         (
             _answers(
                 "<turn>model\n<|channel>thought\nno<channel|>ARG<end>",

@@ -49,7 +49,7 @@ def test_a_model_is_quantised_as_it_is_and_layers_are_measured_from_the_middle()
     assert bits["lm_head"] == bits["model.layers.0.self_attn.v_proj"] == 8
     assert bits["model.layers.1.self_attn.v_proj"] == bits["model.layers.1.mlp.up_proj"] == 4
     assert not {"model.embed_tokens", "model.layers.1.mlp.down_proj"} & bits.keys(), (
-        "96 columns are no groups of 64"
+        "96 columns are not groups of 64"
     )
     sample = sample_model.SampleModel(model, (0,) * 8, (0,) * 8, Savings())
     assert sample.runs == [(3, 7)]
