@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -106,11 +107,27 @@ class Head:
             return True
         return self._savings.takes_loss_in_pieces(rows * length)
 
+    def _is_whole(self, given: HeadInput) -> bool:
+        """Return whether there is one piece of the positions whose gradient may differ from 0, and
+        one of the others: on a CPU, which multiplies few rows at a time slowly, a loss of tokens is
+        computed so where another one would not be in pieces."""
+        rows, length, _ = given.states.shape
+        terms = given.microbatch.terms
+        if (
+            terms is None
+            or terms.targets.ndim > 1
+            or self._savings.takes_loss_in_pieces(rows * length)
+        ):
+            return False
+        return is_slow(given.states.dtype) and self._multiple_of == 1
+
     def result(self, given: HeadInput) -> mx.array:
         """Compute the result, in float32."""
+        factors = self._first_factors(given)
+        is_whole = self._is_whole(given)
         losses = [
             self._losses(piece, how)
-            for _, piece, how in self._pieces(given, self._first_factors(given))
+            for _, piece, how in self._pieces(given, factors, is_whole=is_whole)
         ]
         result = self._result(losses, given.microbatch)
         mx.eval(result)
@@ -125,13 +142,16 @@ class Head:
         gradients = [mx.zeros((0, width), given.states.dtype)]
         factors = self._first_factors(given)
         weights = self._weights
-        for start, piece, how in self._pieces(given, factors):
+        is_whole = self._is_whole(given)
+        for start, piece, how in self._pieces(given, factors, is_whole=is_whole):
             if losses:  # the last piece is evaluated with the result, in one wait
                 mx.eval(losses[-1], gradients[-1])
             if start >= steep:
                 losses.append(self._losses(piece, how))
                 continue
             of_piece, gradient = self._loss_of(piece, weights, **how)
+            if is_whole:
+                mx.eval(of_piece)  # so that the gradient takes the room of the logits
             losses.append(of_piece)
             gradients.append(gradient)
         result = self._result(losses, given.microbatch)
@@ -228,12 +248,13 @@ class Head:
         return [self._part[name] for name in self.names]
 
     def _pieces(
-        self, given: HeadInput, factors: np.ndarray
+        self, given: HeadInput, factors: np.ndarray, *, is_whole: bool = False
     ) -> Iterator[tuple[int, _Chunk, dict[str, Any]]]:
         """Yield the counted positions in pieces, in their ``_order``, with the ``factors`` of their
-        targets: each with the number of its first position, and the arguments of its dropout."""
+        targets: each with the number of its first position, and the arguments of its dropout. With
+        ``is_whole`` there is one piece with gradients, and one without."""
         microbatch = given.microbatch
-        order, _ = _order(microbatch)
+        order, steep = _order(microbatch)
         numbers = _numbers(microbatch)[order]
         factors = factors[order]
         if microbatch.terms is None:
@@ -246,8 +267,11 @@ class Head:
             factors = np.pad(factors, ((0, padding), *[(0, 0)] * (factors.ndim - 1)))
         states = given.states.flatten(0, 1)
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
-        for start in range(0, len(numbers), size):
-            mine = slice(start, start + size)
+        starts = [*range(0, len(numbers), size)]
+        if is_whole:
+            starts = sorted({0, steep} - {len(numbers)})
+        for start, stop in pairwise([*starts, len(numbers)]):
+            mine = slice(start, stop)
             piece = _Chunk(
                 states[mx.array(numbers[mine])], mx.array(targets[mine]), mx.array(factors[mine])
             )
@@ -264,7 +288,8 @@ class Head:
         return {"key": given.key, "first_row": given.microbatch.first_row, "places": at}
 
     def _logits(self, states: mx.array, **how: Any) -> mx.array:
-        return self._part.logits(states[None], **how)[0]
+        # Not [0]: its gradient would be copied into zeros of the logits' size.
+        return self._part.logits(states[None], **how).squeeze(0)
 
     def _graph(
         self, how: Mapping[str, Any], chunk: _Chunk, weights: Sequence[mx.array]

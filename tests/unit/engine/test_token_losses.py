@@ -24,6 +24,7 @@ from tests.helpers.models_and_batches import through_stages, tiny_model, with_ad
 LENGTHS = (9, 4, 14)
 ENDS = np.cumsum(LENGTHS)
 COUNT = int(ENDS[-1])
+POSITIONS = len(LENGTHS) * max(LENGTHS)
 
 CASES: Mapping[str, Mapping[str, float]] = {
     "cross_entropy": {},
@@ -240,6 +241,58 @@ def test_positions_without_a_slope_have_no_gradient_computed(
     mask = np.zeros(batch.shape, bool)
     mask[batch.counts] = weights > 0
     np.testing.assert_array_equal(is_zero, ~mask)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "pieces"),
+    [
+        pytest.param(mx.float32, POSITIONS, [COUNT - 8, 8], id="as long as a chunk"),
+        pytest.param(mx.float32, POSITIONS - 2, [20, COUNT - 20], id="longer"),
+        pytest.param(mx.bfloat16, POSITIONS, [21, COUNT - 21], id="16 bits"),
+    ],
+)
+def test_a_cpu_has_one_piece_of_what_learns_in_a_micro_batch_as_long_as_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype, chunk: int, pieces: list[int]
+) -> None:
+    targets = np.random.RandomState(5).randint(0, VOCABULARY, COUNT)
+    weights = (np.arange(COUNT) >= 8).astype(np.float32)
+    batch = rows(targets, TokenLoss("cross_entropy"), {"weights": weights}, is_packed=False)
+    part = Slice(model_of(adapted_head=False), 0, 4)
+    head = Head(part, Savings(loss_chunk=chunk), compiled=False)
+    widths: list[int] = []
+    logits = part.logits
+
+    def counted(states: mx.array, **how: Any) -> mx.array:
+        widths.append(states.shape[1])
+        return logits(states, **how)
+
+    monkeypatch.setattr(part, "logits", counted)
+    states = mx.random.normal((*batch.shape, part.hidden_size)).astype(dtype)
+    result, _, _ = head.result_and_gradient(HeadInput(states, batch))
+    assert [*dict.fromkeys(widths)] == pieces
+    np.testing.assert_array_equal(np.array(result), np.array(head.result(HeadInput(states, batch))))
+
+
+def test_one_piece_of_a_whole_chunk_has_the_memory_of_two_arrays_of_logits() -> None:
+    """Its gradient takes the room of the logits: five arrays of half a chunk are planned."""
+    chunk, vocabulary = 96, 30_000
+    part = Slice(tiny_model(layers=1, vocab_size=vocabulary), 0, 1)
+    head = Head(part, Savings(loss_chunk=chunk), compiled=False)
+    targets = np.random.RandomState(5).randint(0, vocabulary, chunk).astype(np.int32)
+    terms = TokenTerms(
+        TokenLoss("cross_entropy"),
+        targets,
+        {"weights": np.ones(chunk, np.float32)},
+        np.array([chunk]),
+    )
+    tokens = np.ones((1, chunk + 1), np.int32)
+    batch = MicroBatch(tokens, np.array([(1, chunk)], np.int32), 0, terms=terms)
+    states = mx.random.normal((*batch.shape, part.hidden_size))
+    mx.eval(states, part.parameters())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(head.result_and_gradient(HeadInput(states, batch))[:2])
+    assert mx.get_peak_memory() - before <= 2 * chunk * vocabulary * 4 + (1 << 18)
 
 
 @pytest.fixture
