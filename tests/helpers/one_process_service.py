@@ -134,6 +134,8 @@ class OneProcessService:
     """Requests are carried out while it is set."""
     ends: threading.Event = field(default_factory=threading.Event)
     """Requests that were carried out are answered while it is set."""
+    takes_rows: threading.Event = field(default_factory=threading.Event)
+    """Rows are taken in while it is set: ``submit`` waits."""
     submitted: list[Future[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -142,10 +144,13 @@ class OneProcessService:
         self._snapshots: dict[str, Adapter] = {}
         self.holds.set()
         self.ends.set()
+        self.takes_rows.set()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def submit(self, request: Request) -> Future[Any]:
+        if isinstance(request, ForwardBackward):
+            self.takes_rows.wait()
         future: Future[Any] = Future()
         self.submitted.append(future)
         self._waiting.put((request, future))
@@ -155,6 +160,7 @@ class OneProcessService:
         """Carry out what waits, and end."""
         self.holds.set()
         self.ends.set()
+        self.takes_rows.set()
         self._waiting.put(None)
         self._thread.join()
 

@@ -41,7 +41,7 @@ class TinkerServing:
     """A server, and ways to ask it."""
 
     address: str
-    service: OneProcessService
+    service: Any
 
     def client(self) -> AbstractContextManager[tinker.ServiceClient]:
         """The SDK's client, closed at the end."""

@@ -22,6 +22,7 @@ from tinker import types
 from shardmlx.api.requests import (
     CreateModel,
     DropSnapshot,
+    ForwardBackward,
     NoRoom,
     Request,
     Service,
@@ -175,8 +176,21 @@ class Desk:
         async with model.turn:
             if isinstance(request, TakeSnapshot):
                 return await self.take(request)
-            submitted = self.submit(request)
+            if isinstance(request, ForwardBackward):
+                submitted = await self._submit_rows(request)
+            else:
+                submitted = self.submit(request)
         return await submitted
+
+    async def _submit_rows(self, request: ForwardBackward) -> asyncio.Future[Any]:
+        """Hand rows to the service, which checks and cuts them: on a thread of its own, since this
+        takes a second for a thousand, and other clients want to be heard meanwhile."""
+        handing = asyncio.ensure_future(asyncio.to_thread(self.service.submit, request))
+        try:
+            return asyncio.wrap_future(await asyncio.shield(handing))
+        except asyncio.CancelledError:
+            handing.add_done_callback(lambda done: done.result().cancel())
+            raise
 
     async def create(self, request: CreateModel, session: str) -> None:
         """Make a model, in the place of those of a client that is lost if need be: a program that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,23 @@ import zstandard
 from tinker import types
 from tinker.proto import tinker_public_pb2 as wire
 
+from shardmlx.api.client import TrainClient
+from shardmlx.api.service import TrainService
 from shardmlx.server.tinker.reading import MOST_ROWS
+from tests.helpers.loops import on_ranks
 from tests.helpers.tinker_serving import (
     MODEL,
     MOST_BYTES,
     TinkerServing,
     datum,
+    serving_service,
     serving_tinker,
 )
+
+MOST_LENGTH = 48
+"""Tokens of a row, where ranks compute them."""
+
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +352,114 @@ def test_samples_that_cannot_be_drawn(
         **fields,
     }
     assert named in failed(served, served.post("asample", asked))
+
+
+def _beyond_the_vocabulary(request: wire.ForwardBackwardRequest) -> None:
+    request.data[0].model_input[0].encoded_text.tokens = np.array([1, 10**6, 2], np.int32).tobytes()
+
+
+def _without_tokens(request: wire.ForwardBackwardRequest) -> None:
+    request.data[0].model_input[0].encoded_text.tokens = b""
+    _targets(request, shape=[0], dense=b"")
+
+
+def _too_long(request: wire.ForwardBackwardRequest) -> None:
+    count = MOST_LENGTH + 1
+    request.data[0].model_input[0].encoded_text.tokens = np.ones(count, np.int32).tobytes()
+    _targets(request, shape=[count], dense=np.ones(count, np.int64).tobytes())
+
+
+def _weights(request: wire.ForwardBackwardRequest, values: list[float]) -> None:
+    weights = request.data[0].loss_fn_inputs["weights"]
+    weights.dtype = wire.DTYPE_FLOAT32
+    weights.shape.append(len(values))
+    weights.dense = np.array(values, np.float32).tobytes()
+
+
+WRONG: dict[str, Callable[[wire.ForwardBackwardRequest], object]] = {
+    "1000000": _beyond_the_vocabulary,
+    "2 target_tokens for 3": lambda it: _targets(it, shape=[2], dense=b"\0" * 16),
+    "weights have the shape (2,)": lambda it: _weights(it, [1, 1]),
+    "weights have a number that is not finite": lambda it: _weights(it, [1, float("nan"), 1]),
+    "it has no tokens": _without_tokens,
+    "no rows": lambda it: it.ClearField("data"),
+    "'hinge'": lambda it: setattr(it, "loss_fn", "hinge"),
+    "'reward'": lambda it: it.data[0].loss_fn_inputs["reward"].shape.append(1),
+    f"{MOST_LENGTH + 1} tokens": _too_long,
+    "10001 rows": lambda it: it.data.extend([it.data[0]] * 10_000),
+}
+"""What is said of a row, and the row."""
+
+
+def test_refusals_come_while_the_ranks_are_busy_and_the_work_under_way_has_the_same_bits(
+    small: Path,
+) -> None:
+    """Nothing wrong waits for its turn behind the rows of another client."""
+    goes_on, is_busy = threading.Event(), threading.Event()
+    goes_on.set()
+    found: list[str] = []
+
+    def look() -> None:
+        if not goes_on.is_set():
+            is_busy.set()
+            assert goes_on.wait(SECONDS)
+
+    def ask(service: TrainService, address: str) -> None:
+        served = TinkerServing(address, service)
+        try:
+            with served.client() as client:
+                model = client.create_lora_training_client(MODEL, rank=4, seed=0).result()
+                alone = logps_of(model.forward([datum([1, 2, 3])], "cross_entropy"))
+                other = served.new_model()
+                goes_on.clear()
+                assert is_busy.wait(SECONDS)
+                pending = model.forward([datum([1, 2, 3])], "cross_entropy")
+                found.extend(refusals(served, other))
+                assert not pending.future().done()
+                goes_on.set()
+                assert logps_of(pending) == alone
+                found.append("the same bits")
+        finally:
+            goes_on.set()
+            service.close("the test is over")
+
+    def work(loop: TrainClient) -> None:
+        with serving_service(loop.service) as address:
+            thread = threading.Thread(target=ask, args=(loop.service, address))
+            thread.start()
+            loop.service.run(look)
+            thread.join()
+
+    on_ranks(1, small, work, max_train_length=MOST_LENGTH)
+    assert found == [*WRONG, "another request", "seq_id is 1", "no zstd", "the same bits"]
+
+
+def logps_of(pending: Any) -> list[float]:
+    (row,) = pending.result(SECONDS).loss_fn_outputs
+    return [float(each) for each in row["logprobs"].data]
+
+
+def refusals(served: TinkerServing, model: str) -> Iterator[str]:
+    """Send what is wrong for a model, and see it refused; yield what each refusal says."""
+    for number, (said, change) in enumerate(WRONG.items(), start=10):
+        request = message(model, number)
+        change(request)
+        assert said in failed(served, send(served, request.SerializeToString()))
+        yield said
+    good = send(served, message(model, 100).SerializeToString())
+    again = send(served, message(model, 100, rows=2).SerializeToString())
+    assert again.json() != good.json()
+    for said, response in (
+        ("another request", again),
+        ("seq_id is 1", send(served, message(model, 1).SerializeToString())),
+    ):
+        assert said in failed(served, response)
+        yield said
+    refused(send(served, b"\xff\xff\xff"))
+    refused(send(served, message(model, 101).SerializeToString(), **{"x-api-key": "tml-x"}), 401)
+    for body, status in ((b"no zstd", 400), (zstandard.compress(b"\0" * (MOST_BYTES + 1)), 413)):
+        refused(send(served, body, **{"content-encoding": "zstd"}), status)
+    yield "no zstd"
 
 
 def test_names_that_are_nobodys(served: TinkerServing) -> None:
