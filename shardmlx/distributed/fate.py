@@ -66,6 +66,7 @@ class JobFate:
         self._alarm = Alarm(rank)
         self._looked = now
         self._woke = -float("inf")
+        self._lower_learned = -float("inf")
         self._sent: float | None = None
         self._own: tuple[str, ...] = ()
         self._expects_stop = False
@@ -126,6 +127,8 @@ class JobFate:
         """Return the actions after a sign of life has come."""
         sender = self._peers[peer]
         signals = beat.signals[len(sender.last.signals) :]
+        if peer < self.rank and not {*beat.gone} <= {*sender.last.gone}:
+            self._lower_learned = now
         sender.heard = now
         sender.last = beat
         asked = beat.asks and not self._alarm.is_on(now)
@@ -230,11 +233,17 @@ class JobFate:
         )
 
     def _seen_death(self, now: float) -> Action | None:
-        """Return the end because a process is gone, once its last message would have come."""
+        """Return the end because a process is gone, once its last message would have come.
+
+        Lower ranks have their turns first, from when the last of them has learned of it: their host
+        may have slept meanwhile.
+        """
         if now - self._woke < PERIOD:
             return None  # a peer that was awake may have reported it
         lower = len(self._lower(now))
         wait = SECONDS_FOR_LOWER_RANKS + turn(lower - 1) if lower else SECONDS_TO_BE_HEARD
+        if lower and now - self._lower_learned < wait:
+            return None
         gone = self._gone(now - wait)
         return self._died(gone, now) if gone else None
 
