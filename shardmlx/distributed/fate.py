@@ -31,6 +31,8 @@ from shardmlx.distributed.times import (
     turn,
 )
 
+NEVER = float("inf")
+
 
 @dataclass(slots=True)
 class _Peer:
@@ -38,12 +40,11 @@ class _Peer:
     heard: float
     is_watched: bool
     last: Beat = field(default_factory=lambda: Beat("starting"))
-    gone_since: float | None = None
+    gone_since: float = NEVER
 
-    @property
-    def has_died(self) -> bool:
-        """True once its process is gone, unless it left, or ends the job."""
-        return self.gone_since is not None and self.last.state is State.ALIVE
+    def has_died(self, before: float = NEVER) -> bool:
+        """Return whether its process was gone before then, and it neither left nor ends the job."""
+        return self.gone_since < before and self.last.state is State.ALIVE
 
 
 class JobFate:
@@ -65,8 +66,8 @@ class JobFate:
         self._peers = {peer: _Peer(names[peer], now, peer in self.watched) for peer in self.others}
         self._alarm = Alarm(rank)
         self._looked = now
-        self._woke = -float("inf")
-        self._lower_learned = -float("inf")
+        self._woke = -NEVER
+        self._lower_learned = -NEVER
         self._sent: float | None = None
         self._own: tuple[str, ...] = ()
         self._expects_stop = False
@@ -105,7 +106,7 @@ class JobFate:
 
     def _lower(self, now: float) -> list[int]:
         gone = self._gone(now - SECONDS_TO_BE_HEARD)
-        return [rank for rank in self.others if rank < self.rank and rank not in gone]
+        return [rank for rank in range(self.rank) if rank not in gone]
 
     def _stop(self) -> int | None:
         heard = (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals)
@@ -119,7 +120,7 @@ class JobFate:
                 self._alarm.sound(now)
             elif number in STOPS:
                 self._own += (signal.Signals(number).name,)
-                if number == signal.SIGTERM and self._alarm.is_on(now):
+                if number == signal.SIGTERM:
                     self._alarm.terminated(now)
         return [self._send(now)]
 
@@ -127,7 +128,7 @@ class JobFate:
         """Return the actions after a sign of life has come."""
         sender = self._peers[peer]
         signals = beat.signals[len(sender.last.signals) :]
-        if peer < self.rank and not {*beat.gone} <= {*sender.last.gone}:
+        if peer in self._lower(now) and not {*beat.gone} <= {*sender.last.gone}:
             self._lower_learned = now
         sender.heard = now
         sender.last = beat
@@ -135,12 +136,10 @@ class JobFate:
         if asked:
             self._alarm.sound(now, first_hand=False)
         self._alarm.answered(beat.living)
-        if signal.SIGTERM.name in signals and self._alarm.is_on(now):
+        if signal.SIGTERM.name in signals:
             self._alarm.terminated(now)
-            self._alarm.answered((peer,))
-        for rank in beat.gone:
-            if rank != self.rank and self._peers[rank].gone_since is None:
-                self._peers[rank].gone_since = now
+        for rank in {*beat.gone} - {self.rank, *self._gone()}:
+            self._peers[rank].gone_since = now
         actions: list[Action] = [self._send(now)] if asked else []
         if beat.state is State.REPORTED and self._failure_reported_at is None:
             self._failure_reported_at = now
@@ -181,14 +180,14 @@ class JobFate:
         for rank, peer in self._peers.items():
             if slept:
                 peer.heard = now
-                peer.gone_since = None
+                peer.gone_since = NEVER
             if rank not in processes:
                 continue  # it is on another host, whose ranks may tell
             if processes[rank] != "gone":
-                peer.gone_since = None
-            elif peer.gone_since is None:
+                peer.gone_since = NEVER
+            elif peer.gone_since == NEVER:
                 peer.gone_since = now
-                if peer.has_died:
+                if peer.has_died():
                     self._alarm.sound(now)
 
     def _send(self, now: float) -> Send:
@@ -224,13 +223,9 @@ class JobFate:
         their turns before this one says that a peer is silent."""
         return SECONDS_TO_RAISE + (0.0 if self._blames_silence else turn(self.rank))
 
-    def _gone(self, since: float = float("inf")) -> tuple[int, ...]:
-        """Return the ranks whose process is gone ``since`` then, or longer."""
-        return tuple(
-            rank
-            for rank, peer in self._peers.items()
-            if peer.has_died and (peer.gone_since or 0.0) <= since
-        )
+    def _gone(self, before: float = NEVER) -> tuple[int, ...]:
+        """Return the ranks that have died, whose process was gone before then."""
+        return tuple(rank for rank, peer in self._peers.items() if peer.has_died(before))
 
     def _seen_death(self, now: float) -> Action | None:
         """Return the end because a process is gone, once its last message would have come.
@@ -291,7 +286,7 @@ class JobFate:
             return End(1, f"{names} {question}", died=True)
         (peer,) = peers
         silence = now - peer.heard
-        if peer.is_watched and peer.gone_since is None and silence > SECONDS_OF_QUIET:
+        if peer.is_watched and peer.gone_since == NEVER and silence > SECONDS_OF_QUIET:
             question = f"died, or sleeps: it has given no sign of life for {silence:.0f} s"
         return End(1, f"{peer.name} {question}{_last(peer)}", died=True)
 
@@ -301,10 +296,10 @@ class JobFate:
             return None
         if self._alarm.killed(now) is not None and not self._is_time_to_conclude(now):
             return None  # perhaps because a rank died
-        most = max(len(self._own), *(len(peer.last.signals) for peer in self._peers.values()), 0)
-        if not self._expects_stop or most > 1:
-            return End(128 + number, f"interrupted by {signal_name(number)}")
-        return None
+        signals = [self._own, *(peer.last.signals for peer in self._peers.values())]
+        if self._expects_stop and all(len(each) < 2 for each in signals):
+            return None
+        return End(128 + number, f"interrupted by {signal_name(number)}")
 
     def _silence(self, look: Look, now: float) -> Action | None:
         text = self._silent_for(now, self.limit, look)
@@ -326,16 +321,20 @@ class JobFate:
 
     def _silent_for(self, now: float, seconds: float, look: Look) -> str | None:
         """Return in words which rank has been silent for so long."""
-        for rank in self.watched:
-            peer = self._peers[rank]
-            if peer.last.state is not State.ALIVE or now - peer.heard < seconds:
-                continue
-            stopped = look.processes.get(rank) == "stopped"
-            return (
-                f"{peer.name} has given no sign of life for {seconds:g} s"
-                f"{': its process is stopped' if stopped else ''}{_last(peer)}"
-            )
-        return None
+        silent = [
+            rank
+            for rank in self.watched
+            if self._peers[rank].last.state is State.ALIVE
+            and now - self._peers[rank].heard >= seconds
+        ]
+        if not silent:
+            return None
+        peer = self._peers[silent[0]]
+        stopped = look.processes.get(silent[0]) == "stopped"
+        return (
+            f"{peer.name} has given no sign of life for {seconds:g} s"
+            f"{': its process is stopped' if stopped else ''}{_last(peer)}"
+        )
 
 
 def _last(peer: _Peer, form: str = "; {}") -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
-from shardmlx.distributed.times import PERIOD
+from shardmlx.distributed.times import HURRY, PERIOD
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 Event = Callable[[JobFate, float], list[Action]]
@@ -77,6 +77,7 @@ def test_when_mpirun_ends_the_job_each_rank_tells_all_that_it_lives_and_who_else
     assert fate.heard(0, Beat("step 3"), 0.31) == []
     assert fate.heard(1, Beat("step 3", asks=True, living=(1,)), 0.31) == []
     assert LOOK(fate, 0.39) == []
+    assert fate.pause == HURRY
     assert LOOK(fate, 0.4) == [Send((0, 1), Beat("loading", asks=True, living=(1, 2)))]
     both = Beat("loading", ("SIGTERM",), asks=True, living=(1, 2))
     assert fate.signalled([signal.SIGTERM], 0.5) == [Send((0, 1), both)]
@@ -119,6 +120,8 @@ def test_silence_does_not_count_while_this_process_slept() -> None:
     trace = [*looks(0, 30), *looks(woken, woken + 90)]
     (lost,) = [time for time, action in played(fate_of(), trace) if isinstance(action, Fail)][:1]
     assert lost == woken + 60
+    every_two = [(2.0 * count, LOOK) for count in range(31)]
+    assert [time for time, _ in played(fate_of(), every_two)] == [60.0]
 
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
@@ -150,8 +153,64 @@ def test_who_sees_a_process_gone_tells_lower_ranks_and_reports_it_if_they_do_not
 
     told = fate_of(1)
     assert isinstance(sent, Send)
-    assert played(told, [(1.2, heard(2, sent.beat)), (1.29, LOOK)]) == []
+    again = heard(2, sent.beat)
+    assert played(told, [(1.2, again), (1.28, again), (1.29, LOOK)]) == []
     assert played(told, [(1.31, LOOK)]) == [(1.31, end)]
+
+
+def test_lower_ranks_have_their_turns_from_when_the_last_of_them_has_learned_of_a_death() -> None:
+    """Their host may have slept meanwhile. What higher ranks say, or lower ones say again, does not
+    count."""
+    fate = JobFate(2, [f"rank {rank}" for rank in range(5)], 60.0, 0.0)
+    knows = Beat("step 3", gone=(4,))
+    trace: Trace = [
+        (0.75, LOOK),
+        (1.0, looked("loading", {4: "gone"})),
+        (1.5, heard(1, knows)),
+        (2.0, heard(0, knows)),
+        (2.5, heard(0, knows)),
+        (2.75, heard(3, knows)),
+        (2.75, LOOK),
+        (3.69, LOOK),
+    ]
+    assert played(fate, trace) == []
+    ((_, end),) = played(fate, [(3.71, LOOK)])
+    assert isinstance(end, End)
+
+
+def test_with_one_lower_rank_its_turn_is_a_second_and_a_half() -> None:
+    fate = fate_of(1)
+    trace: Trace = [
+        (0.5, LOOK),
+        (1.0, looked("loading", {2: "gone"})),
+        (2.0, heard(0, Beat("step 3", gone=(2,)))),
+        (2.0, LOOK),
+        (3.25, LOOK),
+    ]
+    assert played(fate, trace) == []
+    ((_, end),) = played(fate, [(3.5, LOOK)])
+    assert isinstance(end, End)
+
+
+def test_a_lower_rank_that_was_about_to_report_and_is_gone_does_so_no_more() -> None:
+    fate = fate_of(2)
+    trace: Trace = [
+        (0.9, LOOK),
+        (1.0, heard(0, Beat("step 3", fails=True))),
+        (1.1, looked("loading", {0: "gone"})),
+    ]
+    assert played(fate, trace) == []
+    assert fate.leaves_report(1.15)  # its report may be on its way
+    assert not fate.leaves_report(1.25)
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(0, 3.0), (1, 3.2), (2, 3.4)])
+def test_the_main_thread_has_three_seconds_and_lower_ranks_their_turns_to_report_a_failure(
+    rank: int, seconds: float
+) -> None:
+    fate, failed = fate_of(rank), looked("loading", failed=True)
+    assert played(fate, [(1.0, failed), (1.0 + seconds - 0.01, failed)]) == []
+    assert played(fate, [(1.01 + seconds, failed)]) == [(1.01 + seconds, Do.GIVE_UP)]
 
 
 def answer(rank: int, *signals: int) -> Event:
@@ -184,38 +243,65 @@ def test_who_does_not_answer_when_mpirun_ends_the_job_has_died(expects_stop: boo
     assert played(fate, [(5.54, LOOK), (5.56, LOOK)]) == [(5.56, died(1))]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_death_is_no_interruption_whichever_rank_mpirun_terminates_first(first: int) -> None:
-    terminated = [signalled(signal.SIGTERM), answer(1, signal.SIGTERM)]
+@pytest.mark.parametrize(
+    ("heard_at", "text"),
+    [
+        (0.5, "died (was it killed, or out of memory?)"),
+        (0.25, "died, or sleeps: it has given no sign of life for 5 s"),
+    ],
+)
+def test_who_was_silent_for_more_than_five_seconds_died_or_sleeps(
+    heard_at: float, text: str
+) -> None:
     trace: Trace = [
-        *looks(0, 5, alive=(1, 2)),
-        (5.2, signalled(signal.SIGCONT)),
-        (5.45, terminated[first]),
-        (5.46, LOOK),
-        (5.48, terminated[1 - first]),
-        (5.54, LOOK),
+        (0.0, heard(2, Beat("step 3"))),
+        (heard_at, heard(1, Beat("step 3"))),
+        *((half / 2, LOOK) for half in range(1, 10)),
+        (5.0, signalled(signal.SIGCONT)),
+        (5.0, answer(2)),
+        (5.25, signalled(signal.SIGTERM)),
     ]
-    assert played(fate_of(), trace, [(5.56, LOOK)]) == [(5.56, died(2))]
+    end = End(1, f"{NAMES[1]} {text}; it was last in step 3", died=True)
+    assert played(fate_of(), trace, [(5.5, LOOK)]) == [(5.5, end)]
 
 
-def test_a_sign_of_life_that_was_under_way_is_no_answer() -> None:
-    late: Trace = [(5.3, heard(1, Beat("step 5")))]
-    trace = [*mpirun_ends(2)[:-2], *late, *mpirun_ends()[-2:]]
-    assert played(fate_of(), trace, [(5.56, LOOK)]) == [(5.56, died(1, "step 5"))]
+def test_who_was_silent_for_two_seconds_before_mpirun_ends_the_job_did_not_just_die() -> None:
+    trace = [*looks(0, 3, alive=(1, 2)), *looks(3.5, 4.5, alive=(2,))]
+    ends: Trace = [(5.0, signalled(signal.SIGCONT)), (5.25, signalled(signal.SIGTERM))]
+    assert played(fate_of(), trace, ends, [(5.36, LOOK)]) == [(5.36, died(2))]
 
 
-def test_a_host_that_sleeps_is_not_taken_for_the_rank_that_died() -> None:
-    asleep = [*looks(0, 5, alive=(1, 2)), *looks(5.5, 34.5, alive=(2,))]
-    ends: Trace = [(time + 29.6, event) for time, event in mpirun_ends()[-3:]]
-    assert played(fate_of(), asleep, ends, [(35.2, LOOK)]) == [(35.2, died(2))]
-    alone: Trace = [(34.9, answer(2))]
-    ((_, end),) = played(fate_of(), asleep, ends[:1], alone, ends[1:], [(35.2, LOOK)])
-    assert end == End(
-        1,
-        "rank 1 on mac2 died, or sleeps: it has given no sign of life for 30 s; it was last in "
-        "step 3",
-        died=True,
-    )
+@pytest.mark.parametrize(("seen", "ranks"), [(5.0, (2,)), (5.3, (0, 2))])
+def test_when_mpirun_ends_the_job_a_process_that_was_gone_before_is_who_died(
+    seen: float, ranks: tuple[int, ...]
+) -> None:
+    """One that is gone only now may have left in order: its last message is still to come."""
+    trace: Trace = [
+        *looks(0, 4.5, alive=(0,)),
+        (5.0, signalled(signal.SIGCONT)),
+        (5.25, signalled(signal.SIGTERM)),
+        (seen, looked("loading", {2: "gone"})),
+    ]
+    ((_, end),) = played(fate_of(1), sorted(trace, key=lambda each: each[0]), [(5.36, LOOK)])
+    assert isinstance(end, End)
+    assert [name in end.reason for name in NAMES] == [rank in ranks for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "seconds"), [(0, 0.1), (1, 0.1), (2, 0.13), (3, 0.16), (4, 0.19), (5, 0.19)]
+)
+def test_who_is_missing_is_concluded_after_a_tenth_of_a_second_and_short_turns(
+    rank: int, seconds: float
+) -> None:
+    """mpirun kills this process a quarter of a second after SIGTERM."""
+    fate = JobFate(rank, [f"rank {each}" for each in range(6)], 60.0, 0.0)
+    trace: Trace = [
+        (4.9, LOOK),
+        (5.0, signalled(signal.SIGCONT)),
+        (5.0, signalled(signal.SIGTERM)),
+    ]
+    assert played(fate, trace, [(5.0 + seconds - 0.01, LOOK)]) == []
+    assert len(played(fate, [(5.0 + seconds, LOOK)])) == 1
 
 
 def test_where_two_may_have_died_both_are_named() -> None:
@@ -256,6 +342,20 @@ def test_of_several_ranks_that_miss_rank_0_one_reports_its_silence() -> None:
     silent = sorted([*looks(5.5, 72), *answers], key=lambda each: each[0])
     left = played(fate_of(2), looks(0, 5, alive=(0,)), silent)[0]
     assert (left[0], isinstance(left[1], Fail)) == (70.0, True)
+
+
+def test_a_rank_that_is_heard_again_is_no_longer_missed_and_who_blames_one_gives_up_sooner() -> (
+    None
+):
+    """Lower ranks have had their turns before."""
+    fate = fate_of(2)
+    trace = [*looks(0, 60), *looks(60.5, 60.5, alive=(0,)), *looks(61, 121.5)]
+    assert played(fate, trace) == []
+    ((_, lost),) = played(fate, [(122.0, LOOK)])
+    assert isinstance(lost, Fail)
+    failed = looked("loading", failed=True)
+    assert played(fate, [(122.5, failed), (125.4, failed)]) == []
+    assert played(fate, [(125.5, failed)]) == [(125.5, Do.GIVE_UP)]
 
 
 def test_of_ranks_that_fail_by_themselves_the_first_reports_or_else_the_lowest() -> None:
@@ -306,9 +406,9 @@ def test_a_signal_that_nobody_asks_for_and_a_second_one_end_the_job_at_once(expe
 
 
 def test_after_a_peer_has_spoken_nothing_is_said_and_the_process_ends_soon() -> None:
-    spoken = [(0.0, heard(1, Beat("step 3", state=State.REPORTED)))] * 2
-    after = looks(0, 9, states={2: "gone"})
-    assert played(fate_of(), spoken, after) == [(0.0, Do.STAY_SILENT), (4.5, Do.EXIT)]
+    spoken = [(1.0, heard(1, Beat("step 3", state=State.REPORTED)))] * 2
+    after = looks(1, 9, states={2: "gone"})
+    assert played(fate_of(), spoken, after) == [(1.0, Do.STAY_SILENT), (5.5, Do.EXIT)]
 
 
 def test_a_process_without_its_mpirun_ends() -> None:
@@ -338,3 +438,7 @@ def test_a_rank_that_wakes_lets_those_that_were_awake_report_a_death_first() -> 
     assert played(fate, woken) == []
     (end,) = played(fate, [(20.0 + PERIOD, gone)])
     assert end == (20.0 + PERIOD, died(1, "starting"))
+    higher = fate_of(2)
+    assert played(higher, woken, [(21.45, gone)]) == []
+    ((_, end_of_higher),) = played(higher, [(21.55, gone)])
+    assert isinstance(end_of_higher, End)
