@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -110,9 +111,9 @@ def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> 
 
     ``others`` are norms of the other islands' newest differences; their median is the measure.
     """
-    if not np.isfinite(norm):
+    if not math.isfinite(norm):
         return "a number of the difference is not finite"
-    usual = float(np.median(others)) if others else 0.0
+    usual = statistics.median(others) if others else 0.0
     if most_ratio is None or usual == 0 or norm <= most_ratio * usual:
         return None
     return f"the difference's norm is {norm:.4g}, over {most_ratio:g} times that of others"

@@ -268,11 +268,12 @@ class Rounds:
     def ended(self) -> bool:
         """True once the run has the rounds, the tokens or the hours that it is to have."""
         options = self.options
+        if options.rounds is not None and self.version >= options.rounds:
+            return True
+        if options.tokens is not None and self.tokens >= options.tokens:
+            return True
         hours = (time.time() - self.run.began) / 3600
-        so_far = (self.version, self.tokens, hours)
-        most = (options.rounds, options.tokens, options.hours)
-        pairs = zip(so_far, most, strict=True)
-        return any(limit is not None and now >= limit for now, limit in pairs)
+        return options.hours is not None and hours >= options.hours
 
     def progress(self, name: str, message: Progress) -> dict[str, bool]:
         """Take an island's heartbeat, and answer it: the first one present validates."""

@@ -173,7 +173,7 @@ class FragmentStore:
             file.write(json.dumps(asdict(report)).encode())
         replace_durably(body, self.directory / report.file)
         self.pending = [*(each for each in self.pending if each.file != report.file), report]
-        self._clean()
+        self._drop_counted()
 
     def advance(self, reports: Sequence[Report], step: Step, mean: Path | None = None) -> None:
         """Make the next version of pending reports: of each, one tensor at a time is in memory.
@@ -235,14 +235,19 @@ class FragmentStore:
 
     def _clean(self) -> None:
         """Remove what is not needed any more: counted reports, old versions."""
-        known = sorted(self.pending, key=attrgetter("island", "place"))
-        # At once: other threads read it.
-        self.pending = [each for each in known if each.place > self.facts.last(each.island).place]
-        for each in {*known} - {*self.pending}:
-            _remove(self.directory / each.file)
+        self._drop_counted()
         for path in self.directory.glob("v*"):
             if int(path.name[1:]) <= (self.version or 0) - KEPT:
                 _remove(path)
+
+    def _drop_counted(self) -> None:
+        """Order the reports that wait, and remove those that a version counts."""
+        known = sorted(self.pending, key=attrgetter("island", "place"))
+        # At once: other threads read it.
+        self.pending = [each for each in known if each.place > self.facts.last(each.island).place]
+        for each in known:
+            if each not in self.pending:
+                _remove(self.directory / each.file)
 
 
 def _read(path: Path, at: int, tensor: SharedTensor, encoding: Encoding = FLOAT32) -> np.ndarray:

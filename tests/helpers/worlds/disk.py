@@ -18,6 +18,7 @@ import builtins
 import contextlib
 import errno
 import io
+import itertools
 import os
 import secrets
 import shutil
@@ -37,6 +38,7 @@ class Crash(BaseException):
 
 _NEEDS_ROOM = ("open", "fsync", "mkdir", "rename", "replace")
 _NEXT_TO = ".undo-"
+_WRITES = frozenset("wax+")
 
 
 @dataclass
@@ -103,7 +105,9 @@ class FailingDisk:
     def __post_init__(self) -> None:
         self.root = self.root.resolve()
         self._root = str(self.root)
+        self._inside = self._root + os.sep
         self._stash = Path(f"{self._root}{_NEXT_TO}{secrets.token_hex(4)}")
+        self._numbers = itertools.count()
         self._files: dict[int, str] = {}
         self._faults = Faults()
 
@@ -114,7 +118,8 @@ class FailingDisk:
         self._faults = faults or Faults()
         self.calls.clear()
         self.has_crashed = False
-        self._stash.mkdir()
+        if self._faults.cuts_power:
+            self._stash.mkdir()
         try:
             with pytest.MonkeyPatch.context() as patch:
                 self._watch(patch)
@@ -138,11 +143,12 @@ class FailingDisk:
         """Return the whole path of what a call names, if it is on this disk."""
         if isinstance(path, int):
             return self._files.get(path)
-        text = os.fspath(path)
+        text: str = os.fspath(path)
         if directory is not None:
             text = os.path.join(self._files.get(directory, "/"), text)
-        text = os.path.abspath(text)
-        inside = text == self._root or text.startswith(self._root + os.sep)
+        if not text.startswith(os.sep) or ".." in text:
+            text = os.path.abspath(text)
+        inside = text.startswith(self._inside) or text == self._root
         return text if inside else None
 
     def _come(self, name: str, place: str) -> None:
@@ -156,10 +162,11 @@ class FailingDisk:
             if self._dirty and not faults.cuts_power:
                 self._cut_short([*self._dirty][-1])
             raise Crash
-        self.calls.append(f"{name} {os.path.basename(place)}")
-        is_full = faults.full is not None and at >= faults.full
+        self.calls.append(f"{name} {place.rpartition(os.sep)[2]}")
+        if faults.full is None or at < faults.full:
+            return
         was_emptied = faults.emptied is not None and at >= faults.emptied
-        if is_full and not was_emptied and name in _NEEDS_ROOM and not os.path.isdir(place):
+        if not was_emptied and name in _NEEDS_ROOM and not os.path.isdir(place):
             if name == "fsync":
                 self._cut_short(place)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
@@ -207,7 +214,7 @@ class FailingDisk:
         """Keep a file whose name goes, in case that is undone."""
         if not self._faults.cuts_power or not os.path.isfile(place):
             return None
-        kept = str(self._stash / secrets.token_hex(8))
+        kept = f"{self._stash}{os.sep}{next(self._numbers)}"
         os.link(place, kept)
         return kept
 
@@ -233,7 +240,7 @@ class FailingDisk:
                 opened = real(file, mode, *rest, **options)
                 self._files.pop(opened.fileno(), None)
                 return opened
-            if set(mode) & set("wax+"):
+            if not _WRITES.isdisjoint(mode):
                 self._create(place)
             opened = real(file, mode, *rest, **options)
             self._files[opened.fileno()] = place
@@ -255,10 +262,12 @@ class FailingDisk:
             if place is not None:
                 self._come("fsync", place)
             real(descriptor)
-            if place is not None and os.path.isdir(place):
+            if place is None:
+                return
+            if place in self._dirty:
+                del self._dirty[place]
+            elif self._changes and os.path.isdir(place):
                 self._changes = [each for each in self._changes if not _is_above(each, place)]
-            elif place is not None:
-                self._dirty.pop(place, None)
 
         return call
 
@@ -291,9 +300,8 @@ class FailingDisk:
         self._dirty.clear()
         self._changes.clear()
         self._files.clear()
-        for path in self._stash.iterdir():
-            path.unlink()
-        self._stash.rmdir()
+        if self._faults.cuts_power:
+            shutil.rmtree(self._stash)
 
 
 def _moved(place: str, old: str, new: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -127,6 +128,24 @@ class Ledger:
             assert change[update] == expected, (after, update, change[update], expected)
 
 
+@cache
+def options_of(
+    mode: str, fragments: int, *, encoding: str, ratio: float | None, rounds: int | None
+) -> HubOptions:
+    """Return the options of a hub, but for its directory."""
+    return HubOptions.from_flat(
+        path="nowhere",
+        islands=",".join(NAMES),
+        fragments=fragments,
+        mode=mode,
+        deadline=SECONDS_OF_ROUND,
+        encoding=encoding,
+        outer_optimizer="sgd:1",
+        max_norm_ratio=ratio,
+        rounds=rounds,
+    )
+
+
 class HubWorld:
     """A hub whose process starts again whenever it has died, as long as the world ``fails``."""
 
@@ -136,22 +155,21 @@ class HubWorld:
         self.fails = True
         self.mode = self.random.choice(["diloco", "diloco", ASYNC, FEDAVG])
         fragments = self.random.choice([1, 1, 2])
-        self.options = HubOptions.from_flat(
-            path=str(directory),
-            islands=",".join(NAMES),
-            fragments=fragments,
-            mode=self.mode,
-            deadline=SECONDS_OF_ROUND,
+        options = options_of(
+            self.mode,
+            fragments,
             encoding=self.random.choice(["float32", "bfloat16"]),
-            outer_optimizer="sgd:1",
-            max_norm_ratio=self.random.choice([None, None, 1.5]),
+            ratio=self.random.choice([None, None, 1.5]),
             rounds=self.random.choice([None, None, 8]),
         )
+        self.options = replace(options, path=str(directory))
         self.ledgers = [Ledger() for _ in range(fragments)]
         self.rounds: Rounds | None = None
         self._updates = 0
         self._wakes_at = 0.0
         self._clock = 0.0
+        self._seen: list[int | None] = []
+        """The newest version of each fragment when the disk was last looked at."""
         self._disk = FailingDisk(directory, self.random)
         self._life = contextlib.ExitStack()
         tensors = [SharedTensor(f"layers.{k}.a", (MOST_PIECES,)) for k in range(fragments)]
@@ -223,6 +241,7 @@ class HubWorld:
     def _start(self) -> None:
         """Start the hub's process, whose clock begins anywhere."""
         self._clock = self.random.uniform(0, 1e6)
+        self._seen = []
         self._life.enter_context(self._disk.failing(self._faults()))
         try:
             self.rounds = Rounds(self.options, lambda: self.simulation.now + self._clock)
@@ -277,6 +296,10 @@ class HubWorld:
         """Take note of all versions that are on the disk."""
         if self.rounds is None:
             return
+        versions = [each.version for each in self.rounds.run.fragments]
+        if versions == self._seen:
+            return
+        self._seen = versions
         for fragment, ledger in zip(self.rounds.run.fragments, self.ledgers, strict=False):
             newest = -1 if fragment.version is None else fragment.version
             for version in newest - 1, newest:

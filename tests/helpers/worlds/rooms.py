@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.helpers.worlds.simulation import MOST_SHOWN, Simulation
 
@@ -38,8 +41,33 @@ class Room:
 
     def worlds(self, count: int, first: int = 0) -> None:
         """Play so many worlds, and stop at the first in which an invariant does not hold."""
-        for seed in range(first, first + count):
-            self.world(seed)
+        with on_one_core():
+            for seed in range(first, first + count):
+                self.world(seed)
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep all threads of this process on one core, where the operating system lets them.
+
+    Of the threads of a world one goes on at a time. A turn that moves to another core costs as much
+    as what is done in it.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    _move_threads({cores[os.getpid() % len(cores)]})  # other workers of the tests have other cores
+    try:
+        yield
+    finally:
+        _move_threads({*cores})
+
+
+def _move_threads(cores: set[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass
@@ -56,12 +84,13 @@ def tally(room: Room, first: int, count: int, report: Callable[[int, Exception],
     """Play worlds, go on after each that fails, and ``report`` it with its seed."""
     found = Tally()
     start = time.process_time()
-    for seed in range(first, first + count):
-        found.worlds += 1
-        try:
-            found.things += len(room.world(seed).trace)
-        except Exception as error:
-            found.failures += 1
-            report(seed, error)
+    with on_one_core():
+        for seed in range(first, first + count):
+            found.worlds += 1
+            try:
+                found.things += len(room.world(seed).trace)
+            except Exception as error:
+                found.failures += 1
+                report(seed, error)
     found.seconds = time.process_time() - start
     return found

@@ -37,14 +37,15 @@ STORAGES = (*[("shared", "a")] * 6, ("rank0", "ab"), ("neighbour", "ab"))
 """A kind of storage, and the disk that each rank sees."""
 
 
-def part(rank: int, course: int) -> list[Snapshot]:
+@cache
+def part(rank: int, course: int) -> tuple[Snapshot, ...]:
     """Return what a rank saves, which tells the ``course`` of the weights."""
     weights = mx.array([course, rank], mx.int32)
     step = mx.array([course], mx.int32)
-    return [
+    return (
         Snapshot.of(f"weights-{rank:02d}.safetensors", {f"layers.{rank}": weights}),
         Snapshot.of(f"optimizer-{rank:02d}.safetensors", {f"layers.{rank}.m": step}),
-    ]
+    )
 
 
 @cache
