@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from shardmlx.distributed.beat_queue import BeatQueue
 from shardmlx.distributed.fate import JobFate
@@ -75,7 +76,7 @@ class Rank:
     def deliver(self, peer: int, data: bytes, come: list[bool]) -> None:
         """Take a message, which the watch fetches at its next look."""
         come.append(True)
-        beat: Beat = pickle.loads(data)
+        beat = _unpacked(data)
         self.world.simulation.note(self.name, "is sent", beat, "of", peer)
         self._inbox.append((peer, beat))
 
@@ -155,7 +156,7 @@ class Rank:
                     self.die()
 
     def _send(self, peers: Iterable[int], beat: Beat) -> None:
-        data = pickle.dumps(beat)
+        data = _packed(beat)
         for peer in peers:
             self._outgoing.post(peer, data, is_repeated=beat.is_repeated)
 
@@ -324,6 +325,17 @@ class World:
     def runs(self) -> bool:
         """Return whether any process has not ended."""
         return any(rank.lives for rank in self.ranks)
+
+
+@lru_cache(maxsize=1000)
+def _packed(beat: Beat) -> bytes:
+    return pickle.dumps(beat)
+
+
+@lru_cache(maxsize=1000)
+def _unpacked(data: bytes) -> Beat:
+    beat: Beat = pickle.loads(data)
+    return beat
 
 
 def _state(rank: Rank) -> str | None:

@@ -76,11 +76,13 @@ class Cache:
         if kind.quantised and len(self.tokens) >= kind.quantised:
             self.is_quantised = True
 
-    def enter(self, token: int) -> None:
-        """Let a token enter, which sees all that entered before."""
-        before = self.states[-1] if self.states else self.start
-        self.tokens.append(token)
-        self.states.append(_mixed(before, 2 * token + self.is_quantised))
+    def enter(self, *tokens: int) -> None:
+        """Let tokens enter, each of which sees all that entered before."""
+        state = self.states[-1] if self.states else self.start
+        for token in tokens:
+            state = _mixed(state, 2 * token + self.is_quantised)
+            self.states.append(state)
+        self.tokens.extend(tokens)
 
     def cut(self, count: int) -> None:
         """Forget the last tokens."""
@@ -105,8 +107,10 @@ class Text:
         self._seed = seed
         self._kind = kind
         self._prompt = len(prompt)
-        for token in prompt:
-            self._enter(token)
+        whole = kind.quantised or len(prompt)
+        self._cache.enter(*prompt[:whole])
+        self._cache.quantise(kind)
+        self._cache.enter(*prompt[whole:])
 
     def _enter(self, token: int) -> None:
         self._cache.quantise(self._kind)
@@ -336,10 +340,12 @@ class Stages:
             cache = self.held[sequence]
             cache.quantise(self.kind)
             seed = self.sampled[sequence].stream
-            for token in row:
-                cache.enter(token)
-                if item.samples:
+            if item.samples:
+                for token in row:
+                    cache.enter(token)
                     sampled.append([cache.next(seed)])
+            else:
+                cache.enter(*row)
             cache.is_stepped = isinstance(item, Decode) and len(row) == 1
         if isinstance(item, Decode) and item.guesses:
             sampled += self._guesses(item, [token for (token,) in sampled])
