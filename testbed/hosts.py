@@ -151,10 +151,6 @@ class Lab:
         told."""
         _in(self._holders[host or self.hosts[-1]], "--net", "ip", "link", "set", "eth0", "down")
 
-    def join(self, host: str) -> None:
-        """Give a host back the link that was cut: it is as if it woke."""
-        _in(self._holders[host], "--net", "ip", "link", "set", "eth0", "up")
-
     def power_off(self, host: str) -> None:
         """End a host: as with ``cut``, nobody is told."""
         self.cut(host)

@@ -1,5 +1,6 @@
 """Two hosts whose signals have other numbers, as Linux and macOS, and whose Pythons lie at other
-paths: a stop in order, Ctrl-C, sleep and a kill leave what they leave on equal hosts."""
+paths: a kill, Ctrl-C and sleep leave what they leave on equal hosts. SIGTERM does as Ctrl-C does:
+``tests/mpi/test_launch.py``."""
 
 from __future__ import annotations
 
@@ -49,20 +50,18 @@ class Runs:
         self.python = python
         self.home = lab.home("mac1")
 
-    def run(
-        self, meanwhile: Callable[[int], None], steps: int, restarts: int = 0, timeout: int = 60
-    ) -> Job:
-        """Start launch, and call ``meanwhile`` with its process id."""
+    def run(self, meanwhile: Callable[[int], None], restarts: int = 0, timeout: int = 60) -> Job:
+        """Start launch, and call ``meanwhile`` with its process id. The job makes more steps than
+        anybody waits for."""
         options = f"--mpirun-options={shlex.join(self.lab.mpirun_options)}"
         words = (
             *("-m", "shardmlx.launch", "--hostfile", "hosts", options),
             *("--max-restarts", str(restarts), "train"),
             *("--model", "model", "--data", "data", "--num-layers", "-1", "--batch-size", "4"),
-            *("--val-batches", "0", "--steps-per-report", "1", "--iters", str(steps)),
+            *("--val-batches", "0", "--steps-per-report", "1", "--iters", "100000"),
             *("--checkpoint-dir", "checkpoints", "--checkpoint-every", str(EVERY)),
             *("--metrics-file", "metrics", "--resume", "auto", "--timeout", str(timeout)),
         )
-        (self.lab.home("mac2") / "rank1").unlink(missing_ok=True)
         command = self.lab.command("mac1", self.python, *words)
         return mpirun(2, command=command, meanwhile=meanwhile)
 
@@ -77,24 +76,33 @@ class Runs:
         """The last step of which the run has told."""
         return max((event["step"] for event in events(self.home / "metrics", "train")), default=0)
 
-    def after_a_checkpoint(self, act: Callable[[int], None]) -> Callable[[int], None]:
-        """Return what waits for a new checkpoint, and then acts on the process of launch."""
+    def saves_again(self) -> bool:
+        """Wait for another checkpoint than there is; if none comes, the job tells why."""
         before = self.saved
+        return came(lambda: self.saved > before)
 
-        def wait(launch: int) -> None:
-            end = time.monotonic() + 60.0
-            while self.saved <= before and time.monotonic() < end:
-                time.sleep(0.02)
-            if self.saved > before:  # otherwise the job tells why
-                act(launch)
+    def kill_rank_1(self) -> None:
+        """Kill it, and wait for the one of the next start."""
+        killed = int(self._rank_1.read_text())
+        os.kill(killed, signal.SIGKILL)
+        came(lambda: self._rank_1.read_text() not in ("", str(killed)))
 
-        return wait
-
-    def kill_rank_1(self, launch: int) -> None:
-        os.kill(int((self.lab.home("mac2") / "rank1").read_text()), signal.SIGKILL)
+    @property
+    def _rank_1(self) -> Path:
+        return self.lab.home("mac2") / "rank1"
 
 
-def test_stops_sleep_and_kills_between_numbers_of_two_systems(
+def came(event: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Wait for an event; tell whether it came."""
+    end = time.monotonic() + seconds
+    while not event():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_kills_stops_and_sleep_between_numbers_of_two_systems(
     small: Path, pirate: Path, tmp_path: Path
 ) -> None:
     require()
@@ -102,33 +110,34 @@ def test_stops_sleep_and_kills_between_numbers_of_two_systems(
     with hosts(tmp_path, 2) as lab, logins(lab):
         runs = furnished(lab, small, pirate)
 
-        for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-            stop = runs.after_a_checkpoint(lambda launch, n=number: os.kill(launch, n))  # type: ignore[misc]
-            job = runs.run(stop, 100_000)
-            assert job.returncode == status, job.output
-            assert "launch: asked all ranks to save and stop" in job.output
-            assert "launch: run the same command to go on" in job.output
-            assert runs.saved == runs.made
-            stopped = events(runs.home / "metrics", "stop")[-1]
-            assert (stopped["step"], stopped["signal"]) == (runs.made, number.name)
+        def kill_and_stop(launch: int) -> None:
+            if runs.saves_again():
+                runs.kill_rank_1()
+            if runs.saves_again():
+                os.kill(launch, signal.SIGINT)
 
-        asleep = runs.after_a_checkpoint(lambda launch: lab.cut("mac2"))
-        job = runs.run(asleep, 100_000, timeout=20)
-        lab.join("mac2")
-        line = job.failure(1)
-        assert "rank 1 on mac2" in line
-        assert runs.made - runs.saved < EVERY
-
-        before = runs.saved
-        job = runs.run(runs.after_a_checkpoint(runs.kill_rank_1), before + 4 * EVERY, restarts=1)
-        assert job.returncode == 0, job.output
+        job = runs.run(kill_and_stop, restarts=1)
+        assert job.returncode == 130, job.output
         assert "rank 1 on mac2 died" in job.output
         starts = [line for line in job.stdout.splitlines() if line.startswith("$ ")]
         assert len(starts) == 2
         assert all(f"--prefix {TMP}/shardmlx-" in line for line in starts)
-        resumed = [event["step"] for event in events(runs.home / "metrics", "resume")]
-        assert resumed[-1] >= before + EVERY
-        assert runs.made == before + 4 * EVERY
+        (resumed,) = events(runs.home / "metrics", "resume")
+        assert resumed["step"] >= EVERY
+        assert "launch: asked all ranks to save and stop" in job.output
+        assert "launch: run the same command to go on" in job.output
+        assert runs.saved == runs.made
+        (stopped,) = events(runs.home / "metrics", "stop")
+        assert (stopped["step"], stopped["signal"]) == (runs.made, "SIGINT")
+
+        def fall_asleep(launch: int) -> None:
+            if runs.saves_again():
+                lab.cut("mac2")
+
+        job = runs.run(fall_asleep, timeout=20)
+        line = job.failure(1)
+        assert "rank 1 on mac2" in line
+        assert runs.made - runs.saved < EVERY
 
 
 def furnished(lab: Lab, model: Path, data: Path) -> Runs:

@@ -44,6 +44,6 @@ def test_ranks_that_share_each_layer_have_the_losses_of_one_process(
     job = run_in_pool(ranks, PROGRAMS / "loop_steps.py", path, options, cwd=tmp_path)
     found = json.loads(job.well().stdout.splitlines()[-1])
     head = "lm_head" if model == "small" else "model.embed_tokens"
-    expected = oracle(path, [*EVERYTHING, head], steps=4, eps=1e-5)
+    expected = oracle(path, (*EVERYTHING, head), steps=4, eps=1e-5)
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert found["difference"] < 1e-4

@@ -76,7 +76,7 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
         update = model.optim_step(adam)
         losses.append(loss.result().metrics["loss:sum"])
         assert update.result().metrics["grad_norm:mean"] > 0
-    expected = oracle(small, [*EVERYTHING, "lm_head"], steps=3, eps=1e-5)
+    expected = oracle(small, (*EVERYTHING, "lm_head"), steps=3, eps=1e-5)
     assert losses == pytest.approx(expected, rel=1e-5)
 
     sampler = model.save_weights_and_get_sampling_client().result()

@@ -14,14 +14,11 @@ from tests.helpers.seeded_network import SeededNetwork
 
 T = TypeVar("T")
 
-ORDERS = 2
-"""Of each layout here; ``python -m tests.helpers.engine_orders`` tries 200."""
-
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_losses_and_gradients_have_the_same_bits_in_every_order(cell: Cell) -> None:
-    for seed in range(ORDERS):
-        cell.check(seed)
+    """``python -m tests.helpers.engine_orders`` tries 200 of each cell, here there is one."""
+    cell.check(0)
 
 
 def test_a_seed_draws_the_same_order_again_and_another_seed_another() -> None:

@@ -188,7 +188,11 @@ def quantised(start: int) -> tuple[CacheQuantisation, dict[str, int]]:
 @pytest.mark.parametrize(
     ("start", "cut", "chunks"),
     [
-        *((start, [6], (1, 8, 16, 64)) for start in (0, 1, 12, 16, 25)),
+        (0, [6], (1, 8)),
+        (1, [6], (16,)),
+        (12, [6], (1, 8, 16, 64)),
+        (16, [6], (8, 16)),
+        (25, [6], (16, 64)),
         (0, [2, 3, 1], (5,)),
         (12, [2, 3, 1], (8,)),
     ],

@@ -121,7 +121,7 @@ def test_the_samples_of_a_client_that_is_killed_end_and_others_curves_are_undist
         return sampler.is_idle and all(each.cancelled() for each in watched.samples)
 
     assert on_ranks(2, small, work) is True
-    expected = oracle(small, [*ATTENTION, *MLP, "lm_head"], steps=STEPS)
+    expected = oracle(small, (*ATTENTION, *MLP, "lm_head"), steps=STEPS)
     assert found == [pytest.approx(expected, rel=1e-5)]
 
 
