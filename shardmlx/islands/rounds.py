@@ -64,8 +64,9 @@ class Rounds:
 
     def __init__(self, options: HubOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
-        self.run = Run(Path(options.path), options.names, options.terms)
+        self.run = Run(Path(options.path), options.names, options.terms, clock)
         if not self.run.tokens:
+            self.run.close()
             raise UserError(f"{options.path} has no tokens", "give --islands NAME,NAME")
         self.islands = {name: IslandState() for name in self.run.tokens}
         self.strangers: Counter[str] = Counter()
@@ -164,26 +165,29 @@ class Rounds:
         """Take a report whose body is in a file: once this returns, it counts, once. Raises
         ``Refusal`` for what the hub will not count."""
         fragment = self.fragment(number)
-        self.check(report, number)
-        try:
-            norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
-        except ValueError as error:
-            problem = f"the difference cannot be decoded: {error}"
-            raise Refusal(422, problem, "use the same shardmlx") from None
-        newest = {**fragment.facts.counted, **{each.island: each for each in fragment.pending}}
-        others = {*self.present(), *(each.island for each in fragment.pending)} - {report.island}
-        norms = [each.norm for each in newest.values() if each.island in others]
-        reason = too_long(norm, norms, self.options.max_norm_ratio)
-        if reason is not None:
-            self._refused[report.island, number] = report.base
-            raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
-            self.check(report, number)  # another may have come meanwhile
+            self.check(report, number)
+            try:
+                norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
+            except ValueError as error:
+                problem = f"the difference cannot be decoded: {error}"
+                raise Refusal(422, problem, "use the same shardmlx") from None
+            reason = too_long(norm, self._norms_beside(report, fragment), self.options.max_norm_ratio)
+            if reason is not None:
+                self._refused[report.island, number] = report.base
+                raise Refusal(422, reason, "look at this island's losses, and join anew")
             if any(each.contains(report) for each in fragment.pending):
                 return  # it was sent before that one, and is late
             self.islands[report.island].late += report.base < (fragment.version or 0)
             fragment.add(body, replace(report, norm=norm))
         self._news.set()
+
+    def _norms_beside(self, report: Report, fragment: FragmentStore) -> list[float]:
+        """Return the norms of the newest reports of other islands: of those that are present, or
+        wait for a round."""
+        newest = {**fragment.facts.counted, **{each.island: each for each in fragment.pending}}
+        others = {*self.present(), *(each.island for each in fragment.pending)} - {report.island}
+        return [each.norm for each in newest.values() if each.island in others]
 
     def version_for(self, name: str, number: int, after: int) -> int:
         """Return the version of a fragment that an island takes after ``after``, -1 for none: this
@@ -199,10 +203,11 @@ class Rounds:
         """End a ``wait``: something has come."""
         self._news.set()
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the next report."""
-        self._news.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next report; return False if none has come in so many seconds."""
+        has_come = self._news.wait(seconds)
         self._news.clear()
+        return has_come
 
     def close_due(self) -> None:
         """Make the outer steps that are due. Raises ``OSError``, after which it can be repeated."""
@@ -218,7 +223,6 @@ class Rounds:
         """Return the reports of which an outer step is to be made now."""
         pending = fragment.pending
         if not pending:
-            self._since.pop(number, None)
             return []
         if self.options.terms.mode == ASYNC:
             return pending[:1]
@@ -239,14 +243,14 @@ class Rounds:
         factors = [options.privacy.factor(sum(each.norm for each in own)) for own in of_islands]
         by_rows = options.terms.mode == FEDAVG and options.privacy.clip is None
         weights = [max(1, sum(each.rows for each in own)) if by_rows else 1 for own in of_islands]
-        base = reports[0].base if options.terms.mode == ASYNC else fragment.version
-        staleness = (fragment.version or 0) - (base or 0)
+        is_async = options.terms.mode == ASYNC
+        staleness = (fragment.version or 0) - reports[0].base if is_async else 0
 
         def step(
             now: np.ndarray, momentum: np.ndarray | None, differences: Differences
         ) -> tuple[np.ndarray, np.ndarray | None]:
             pairs = zip(differences, factors, strict=True)
-            clipped = (each if factor == 1 else each * np.float32(factor) for each, factor in pairs)
+            clipped = (each * np.float32(factor) for each, factor in pairs)
             mean = AGGREGATES[options.aggregate](clipped, weights, fragment.directory)
             mean = options.privacy.noisy(mean, len(factors), self._random)
             count = len(factors)
@@ -272,8 +276,7 @@ class Rounds:
             return True
         if options.tokens is not None and self.tokens >= options.tokens:
             return True
-        hours = (time.time() - self.run.began) / 3600
-        return options.hours is not None and hours >= options.hours
+        return options.hours is not None and self.run.seconds >= 3600 * options.hours
 
     def progress(self, name: str, message: Progress) -> dict[str, bool]:
         """Take an island's heartbeat, and answer it: the first one present validates."""

@@ -227,7 +227,15 @@ class FragmentStore:
             with path.open("rb+") as file:
                 flush_to_disk(file)
         flush_directory(partial)
-        os.rename(partial, self.directory / f"v{version:07}")
+        final = self.path(FACTS, version).parent
+        if final.exists():
+            # A try failed as it flushed this name. The files go once no cut of the power gives
+            # them the name again.
+            aside = self.new_file()
+            os.rename(final, aside)
+            flush_directory(self.directory)
+            _remove(aside)
+        os.rename(partial, final)
         flush_directory(self.directory)
         self.version = version
         self.facts = facts
@@ -282,7 +290,13 @@ class Run:
     """The hub's whole directory, locked until ``close`` or the end of this process. One thread at a
     time may change what is not a fragment's. Raises ``UserError``."""
 
-    def __init__(self, directory: Path, islands: Iterable[str], terms: Terms | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        islands: Iterable[str],
+        terms: Terms | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open a directory for these islands and all that it knows; without terms as it is."""
         self.directory = directory
         self.terms = terms or Terms()
@@ -295,7 +309,9 @@ class Run:
         self.first: Join | None = None
         self.lives: dict[str, int] = {}
         """Count of the times that each island joined."""
-        self.began = time.time()
+        self._clock = clock
+        self._began = clock()
+        """When the run began, on the clock of this process."""
         self.id = secrets.token_hex(8)
         """Names the run: islands go on from no checkpoint of another."""
         self.fragments: tuple[FragmentStore, ...] = ()
@@ -317,7 +333,7 @@ class Run:
             self.terms = Terms.of_json(run["terms"])
             first = Join.of_json(run["first"])
             self.lives = run["lives"]
-            self.began = run["began"]
+            self._began = self._clock() - max(0.0, time.time() - run["began"])
             self.id = run["id"]
         if terms is not None:
             for name, own in self.terms.to_json().items():
@@ -330,6 +346,12 @@ class Run:
     @property
     def _file(self) -> Path:
         return self.directory / "run.json"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began. While this process lives, no setting of the machine's clock
+        changes them."""
+        return self._clock() - self._began
 
     def close(self) -> None:
         """Let another hub have the directory."""
@@ -361,7 +383,7 @@ class Run:
             "terms": self.terms.to_json(),
             "first": (self.first or message).to_json(),
             "lives": self.lives,
-            "began": self.began,
+            "began": time.time() - self.seconds,
             "id": self.id,
         }
         partial = self.directory / f"{PARTIAL}run.json"

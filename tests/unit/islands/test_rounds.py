@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from shardmlx.errors import UserError
 from shardmlx.islands.hub_options import HubOptions
 from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, SharedTensor
-from shardmlx.islands.rounds import Rounds
+from shardmlx.islands.rounds import IslandState, Rounds
 from shardmlx.islands.store import PUBLISHED, Report
 
 JOIN = Join(name="ann", model={}, tensors=(SharedTensor("a", (4,)),), adapter_config={})
@@ -106,26 +107,36 @@ def test_it_does_not_wait_for_one_unheard_for_a_minute_nor_for_one_that_leaves(
     hub.time = 30
     hub.report("ann", 1)
     assert hub.close() == (0, 0)
+    hub.time = 60
+    assert hub.rounds.present() == ["ann", "ben"]
     hub.time = 61
     assert hub.rounds.present() == ["ann"]
     assert hub.close() == (1, -1)
+    hub.rounds.hear("cid")  # who has not joined
+    assert hub.rounds.present() == ["ann"]
     hub.rounds.hear("ben")
     hub.report("ann", 1, base=1)
     assert hub.close() == (1, -1)
     hub.rounds.progress("ben", Progress(step=1, tokens=1, leaving=True))
     assert hub.close() == (2, -2)
+    hub.join("ben")
+    assert hub.rounds.present() == ["ann", "ben"]
 
 
 def test_after_the_deadline_it_closes_without_the_late_one_who_counts_in_the_next(
     made: Make,
 ) -> None:
     hub = made(deadline=5)
+    hub.time = 1
     hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    hub.time = 5.9
     assert hub.close() == (0, 0)
     hub.time = 6
     assert hub.close() == (1, -1)
     hub.report("ben", 4)
-    assert hub.rounds.islands["ben"].late == 1
+    assert [hub.rounds.islands[name].late for name in ("ann", "ben")] == [0, 1]
+    assert hub.close() == (1, -1)  # its five seconds begin now
     hub.report("ann", 2, base=1)
     assert hub.close() == (2, -4)
 
@@ -246,8 +257,34 @@ def test_an_asynchronous_island_takes_no_version_that_lacks_its_report(made: Mak
     hub.report("ben", 2)
     assert hub.rounds.version_for("ann", 0, after=0) == 1
     assert hub.rounds.version_for("ben", 0, after=0) == 0
+    assert hub.rounds.version_for("ben", 0, after=-1) == 1  # it has joined anew, with nothing
     hub.close()
     assert hub.rounds.version_for("ben", 0, after=0) == 2
+
+
+def test_an_asynchronous_run_that_has_ended_gives_its_last_version_to_all(made: Make) -> None:
+    hub = made(mode="async", joins="ann,ben", rounds=1)
+    hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    hub.report("ben", 2)
+    assert hub.rounds.version_for("ben", 0, after=0) == 1
+
+
+def test_in_rounds_an_island_takes_a_version_that_lacks_its_report(made: Make) -> None:
+    hub = made(deadline=5)
+    hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    hub.time = 5
+    assert hub.close() == (1, -1)
+    hub.report("ben", 2)
+    assert hub.rounds.version_for("ben", 0, after=0) == 1
+
+
+def test_asynchronous_reports_that_wait_together_are_steps_of_their_own(made: Make) -> None:
+    hub = made(mode="async", outer_optimizer="sgd", joins="ann,ben")
+    hub.report("ann", 1)
+    hub.report("ben", 6)
+    assert hub.close() == (2, -4)  # the second is one version old
 
 
 def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
@@ -287,27 +324,86 @@ def test_the_run_ends_after_its_rounds_and_keeps_reports_for_a_longer_one(
     hub.report("ann", 1, base=1)
     assert hub.close() == (1, -1)
     hub.options = replace(hub.options, rounds=None, tokens=20)
+    assert hub.rounds.tokens == 10
     hub.restart()
     assert hub.close() == (2, -2)
     assert (hub.rounds.tokens, hub.rounds.ended) == (20, True)
 
 
+def test_the_first_of_those_present_validates(made: Make) -> None:
+    hub = made()
+    message = Progress(step=1, tokens=1)
+    answers = {name: hub.rounds.progress(name, message) for name in ("ben", "ann")}
+    assert answers == {
+        "ben": {"ended": False, "evaluate": False},
+        "ann": {"ended": False, "evaluate": True},
+    }
+
+
+def test_a_run_ends_after_its_hours_whatever_the_machines_clock_says(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = made(hours=2, joins="ann")
+    ahead = [0.0]
+    monkeypatch.setattr(time, "time", lambda: 1e9 + hub.time + ahead[0])
+    hub.time, ahead[0] = 3600.0, -1e9  # the machine has begun in 1970, and asks a time server
+    assert hub.join("ann").life == 2
+    ahead[0] = 0.0
+    for jump in (1e6, -1e6, 0.0):
+        ahead[0] = jump
+        assert not hub.rounds.ended
+    hub.time = 7199.0
+    assert not hub.rounds.ended
+    hub.time = 7200.0
+    assert hub.rounds.ended
+
+
+def test_a_restart_counts_the_hours_from_the_first_start_on(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = [0.0]
+    monkeypatch.setattr(time, "time", lambda: 1e9 + hubs[-1].time + ahead[0] if hubs else 1e9)
+    hubs: list[Hub] = []
+    hubs.append(made(hours=2, joins="ann"))
+    hub = hubs[0]
+    hub.time = 100.0
+    ahead[0] = 1e6  # the clock was wrong when the run began
+    hub.join("ann")
+    hub.time = 7100.0
+    hub.restart()
+    assert (hub.rounds.run.seconds, hub.rounds.ended) == (pytest.approx(7100), False)
+    hub.time = 7200.0
+    assert hub.rounds.ended
+    ahead[0] = -1e6  # it was set back while the hub was away
+    hub.restart()
+    assert hub.rounds.run.seconds == 0.0
+
+
 def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_one_counts(
     tmp_path: Path,
 ) -> None:
-    rounds = Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
     now = [0.0]
+    rounds = Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
     rounds.hear("ann")
     assert rounds.join("ann", JOIN).versions == [None]
     rounds.hear("ben")
     with pytest.raises(Refusal) as refusal:
         rounds.join("ben", replace(JOIN, name="ben"))
     assert refusal.value.more == {"retry": True}
+    assert rounds.join("ann", JOIN).versions == [None]
+    assert (rounds.version, rounds.version_for("ann", 0, after=-1)) == (0, -1)
+    with pytest.raises(Refusal) as refusal:
+        rounds.check(Report(island="ann", life=1, base=0), 0)
+    assert (refusal.value.status, refusal.value.more) == (409, {"retry": True})
     now[0] = 61
     rounds.hear("ben")
     joined = rounds.join("ben", replace(JOIN, name="ben"))
     assert joined.versions == [None]
     body = rounds.fragment(0).new_file()
+    body.write_bytes(np.array([0, 0, np.nan, 0], np.float32).tobytes())
+    with pytest.raises(Refusal) as refusal:
+        rounds.seed("ann", 0, body)
+    assert refusal.value.status == 422
     body.write_bytes(bytes(16))
     rounds.seed("ann", 0, body)  # she was alive, and came first
     with pytest.raises(Refusal) as refusal:
@@ -333,6 +429,80 @@ def test_no_more_than_three_reports_of_an_island_wait(made: Make) -> None:
     for base in range(3):
         hub.report("ben", 1, base=base)
     assert refused(hub, "ben", 1, base=3).more == {"retry": True}
+
+
+def test_a_report_that_comes_ends_a_wait_and_so_does_whoever_wakes_it(made: Make) -> None:
+    hub = made()
+    assert not hub.rounds.wait(0)
+    hub.report("ann", 1)
+    assert hub.rounds.wait(60)
+    assert not hub.rounds.wait(0)
+    hub.rounds.awake()
+    assert hub.rounds.wait(60)
+
+
+def test_a_fragment_that_is_none_is_refused(made: Make) -> None:
+    with pytest.raises(Refusal) as refusal:
+        made().rounds.fragment(1)
+    assert refusal.value.status == 404
+
+
+def test_a_hub_without_islands_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no tokens"):
+        Rounds(HubOptions.from_flat(path=str(tmp_path)))
+
+
+def test_an_island_without_rows_counts_as_one_with_a_row(made: Make) -> None:
+    hub = made(mode="fedavg")
+    hub.report("ann", 4, rows=0)
+    hub.report("ben", 1, rows=3)
+    assert hub.close() == (1, -1.75)
+
+
+def test_the_page_is_told_all_of_each_island_and_fragment(made: Make) -> None:
+    hub = made(joins="ann,ben", mode="fedavg")
+    hub.report("ann", 1)
+    hub.report("ben", 3)
+    assert hub.close() == (1, -2)
+    hub.time = 50
+    hub.rounds.progress("ben", Progress(step=4, tokens=7, loss=2.5))
+    hub.report("ben", 1, base=1)
+    hub.time = 62
+    hub.rounds.strangers["a guess"] += 2
+    status = hub.rounds.status()
+    assert status["islands"]["cid"] == {
+        **{"heard": None, "progress": None, "leaving": False, "late": 0, "refused": 0},
+        **{"losses": [], "joined": False, "present": False, "silent": None},
+    }
+    ben = status["islands"]["ben"]
+    assert (ben["joined"], ben["present"], ben["silent"]) == (True, True, 12.0)
+    assert (ben["losses"], ben["progress"]["step"]) == ([(4, 2.5)], 4)
+    ann = status["islands"]["ann"]
+    assert (ann["joined"], ann["present"], ann["silent"]) == (True, False, 62.0)
+    assert status["fragments"] == [{"version": 1, "reports": ["ben"]}]
+    assert {name: status[name] for name in ("model", "rounds", "tokens", "ended", "epsilon")} == {
+        **{"model": {}, "rounds": 1, "tokens": 20, "ended": False, "epsilon": None}
+    }
+    assert (status["strangers"], status["terms"]["mode"]) == ({"a guess": 2}, "fedavg")
+
+
+def test_before_an_island_joins_the_page_has_no_model_no_round_and_no_token(tmp_path: Path) -> None:
+    rounds = Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann"))
+    status = rounds.status()
+    rounds.run.close()
+    assert {name: status[name] for name in ("model", "rounds", "tokens", "fragments")} == {
+        **{"model": None, "rounds": 0, "tokens": 0, "fragments": []}
+    }
+
+
+def test_a_curve_has_each_loss_once_and_every_other_point_once_there_are_400() -> None:
+    island = IslandState()
+    for step in range(400):
+        for loss in (None, step / 2, step / 2):
+            island.take(Progress(step=step, tokens=0, loss=loss))
+    assert island.losses == [(step, step / 2) for step in range(400)]
+    island.take(Progress(step=400, tokens=0, loss=200.0))
+    assert island.losses == [(step, step / 2) for step in range(0, 401, 2)]
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from shardmlx.errors import UserError
+from shardmlx.islands.encodings import encoding_named
 from shardmlx.islands.protocol import Join, SharedTensor, Terms
 from shardmlx.islands.store import (
     CHANGE,
+    FLOAT32,
     MOMENTUM,
     OUTER,
     PUBLISHED,
@@ -24,6 +30,8 @@ from shardmlx.islands.store import (
     Report,
     Run,
 )
+
+T = TypeVar("T")
 
 TENSORS = (
     SharedTensor("model.layers.0.lora_a", (2, 3)),
@@ -39,9 +47,7 @@ def opened(directory: Path, encoding: str = "float32") -> FragmentStore:
 
 def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
     store = opened(directory, encoding)
-    body = store.new_file()
-    body.write_bytes(START.tobytes())
-    store.seed(body)
+    _seed(store)
     return store
 
 
@@ -49,6 +55,31 @@ def put(store: FragmentStore, island: str, base: int, value: float, life: int = 
     body = store.new_file()
     body.write_bytes(np.full(10, value, np.float32).tobytes())
     store.add(body, Report(island=island, life=life, base=base, tokens=1, norm=value))
+
+
+def _seed(store: FragmentStore) -> None:
+    body = store.new_file()
+    body.write_bytes(START.tobytes())
+    try:
+        store.seed(body)
+    finally:
+        body.unlink(missing_ok=True)
+
+
+def _put_tens(store: FragmentStore) -> None:
+    body = store.new_file()
+    tens = np.full(10, 10, np.float32)
+    parts = [FLOAT32, encoding_named("bfloat16")]
+    (encoding,) = [each for each in parts if each.nbytes((10,)) == store.report_bytes]
+    body.write_bytes(encoding.encode(tens, None).tobytes())
+    try:
+        store.add(body, Report(island="ann", life=1, base=0, tokens=1, norm=10))
+    finally:
+        body.unlink(missing_ok=True)
+
+
+def _advance(store: FragmentStore) -> None:
+    store.advance(store.pending, summed)
 
 
 def weights(store: FragmentStore, part: str = PUBLISHED) -> list[float]:
@@ -137,6 +168,53 @@ def test_what_a_lossy_encoding_leaves_out_of_a_change_is_in_the_next(
     np.testing.assert_allclose(weights(store), START + change, atol=1e-4)
 
 
+class RefusingDisk:
+    """Lets one call of the operating system fail: that of a number, counted from 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+        self.calls = 0
+        self._refused = refused
+        for name in ("fsync", "mkdir", "rename", "replace"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.calls += 1
+            if self.calls - 1 == self._refused:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            real(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+def test_after_any_call_that_the_disk_refuses_the_next_try_makes_the_same_version(
+    tmp_path: Path, encoding: str
+) -> None:
+    """The flush of a directory, too, in which a version has its name already."""
+    for refused in count():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = RefusingDisk(monkeypatch, refused)
+            store = tried_twice(opened, tmp_path / str(refused), encoding)
+            for attempt in (_seed, _put_tens, _advance):
+                tried_twice(attempt, store)
+        assert (store.version, weights(store)) == (1, (START - 10).tolist())
+        assert by_file(store.directory) == ["v0000000", "v0000001"]
+        again = opened(store.directory, encoding)
+        assert (again.version, again.facts, again.pending) == (1, store.facts, [])
+        if disk.calls <= refused:
+            break
+    assert refused > 15
+
+
+def tried_twice(attempt: Callable[..., T], *args: Any) -> T:
+    """Return what an attempt returns, or the second one if the disk refuses something in it."""
+    try:
+        return attempt(*args)
+    except OSError:
+        return attempt(*args)
+
+
 def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> None:
     run = Run(tmp_path, ["ann", "ben"], Terms())
     tokens = dict(run.tokens)
@@ -164,12 +242,7 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
     run.join("ann", JOIN)
     run.close()
     again = Run(tmp_path, [], Terms(inner_steps=7, fragments=2))
-    assert (again.first, again.lives, again.began, again.id) == (
-        JOIN,
-        {"ann": 1},
-        run.began,
-        run.id,
-    )
+    assert (again.first, again.lives, again.id) == (JOIN, {"ann": 1}, run.id)
     assert [each.tensors for each in again.fragments] == [TENSORS[:1], TENSORS[1:]]
     again.close()
     with pytest.raises(UserError, match="inner_steps is 8"):
