@@ -24,6 +24,7 @@ from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
 from shardmlx.checkpoint.storage import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
+from shardmlx.common.environment import tell_launch_of_checkpoint
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import buffer_of, in_a_row
@@ -146,6 +147,7 @@ class CheckpointWriter:
             if self._transport.rank == 0:
                 nbytes = sum(file.nbytes for file in files)
                 self._saved = Saved(step, nbytes, time.monotonic() - start)
+                tell_launch_of_checkpoint()
         except Exception as error:
             self._error = SaveError(
                 f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "

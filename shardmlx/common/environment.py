@@ -42,6 +42,9 @@ EARLIER_END = "OMPI_SHARDMLX_EARLIER_END"
 BEGUN = "begun"
 """Word for launch that rank 0 has begun, which its process id follows."""
 
+SAVED = "saved"
+"""Word for a launch on another machine that a checkpoint is complete."""
+
 TERMINAL = "SHARDMLX_TERMINAL"
 """Variable in which ``shardmlx launch`` names its terminal to rank 0 on the same machine, which
 writes there itself: mpirun holds each line to its end, even a prompt or a growing answer."""
@@ -154,6 +157,16 @@ def tell_launch(word: int | str) -> None:
         return
     with contextlib.suppress(OSError):
         print(f"{path} {word}", flush=True)
+
+
+def tell_launch_of_checkpoint() -> None:
+    """Tell a ``shardmlx launch`` on another machine that a checkpoint is complete: it does not see
+    the disk. Any thread of rank 0 may call it."""
+    path = Path(os.environ.get(LAUNCHED, "."))
+    if not path.parent.is_dir():
+        with contextlib.suppress(OSError):
+            sys.stdout.write(f"{path} {SAVED}\n")  # at once: other threads print, too
+            sys.stdout.flush()
 
 
 def note_stop(mark: Path, number: int) -> None:

@@ -170,16 +170,18 @@ class Launcher:
                 if any(network in word for word in words):
                     self.say(f"{' and '.join(hosts)} have one address in {network}: it is left out")
             print(f"$ {shlex.join(words)}", flush=True)
+            said = SaidByRank0(directory / "status")
             before = self._checkpoints()
-            status = self._status_of(words, start.hosts, directory / "status")
+            status = self._status_of(words, start.hosts, said)
             now = self._checkpoints()
-        gained = None if before is None or now is None else bool(now - before)
+        gained = True if said.has_saved else None
+        if before is not None and now is not None:
+            gained = bool(now - before)
         return Attempt(status, start.hosts, gained)
 
-    def _status_of(self, words: Sequence[str], hosts: Sequence[str], mark: Path) -> int:
-        """Run mpirun on ``hosts``; return the job's status. Raises ``GaveUp`` if no rank begins
-        within the job's --timeout."""
-        said = SaidByRank0(mark)
+    def _status_of(self, words: Sequence[str], hosts: Sequence[str], said: SaidByRank0) -> int:
+        """Run mpirun on ``hosts``, whose rank 0 tells ``said`` its words; return the job's status.
+        Raises ``GaveUp`` if no rank begins within the job's --timeout."""
         own = local_hosts(hosts)
         elsewhere = [host for host in hosts if host not in own]
         seconds = self.launch.timeout

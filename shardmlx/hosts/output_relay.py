@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from shardmlx.common.environment import BEGUN
+from shardmlx.common.environment import BEGUN, SAVED
 from shardmlx.common.hang_up import write_all
 
 SECONDS_OF_REST = 0.2  # without output, after mpirun's end, in which all has been read
@@ -42,14 +42,19 @@ class SaidByRank0:
         self._line = re.compile(re.escape(self._start) + rb"(\w+)\n")
         self._heard = ""
         self._held = b""
+        self.has_saved = False
+        """True once output has told of a complete checkpoint."""
 
     def taken_out_of(self, data: bytes) -> bytes:
         """Return output without the lines for launch, as far as it can have none: a beginning of
         one is held back until more comes."""
         self._held += data
-        if found := self._line.findall(self._held):
-            self._heard = found[-1].decode()
-            self._held = self._line.sub(b"", self._held)
+        for word in map(bytes.decode, self._line.findall(self._held)):
+            if word == SAVED:
+                self.has_saved = True
+            else:
+                self._heard = word
+        self._held = self._line.sub(b"", self._held)
         known = self._held.rfind(self._start)
         if known < 0:
             known = next(

@@ -172,7 +172,9 @@ class Rounds:
             except ValueError as error:
                 problem = f"the difference cannot be decoded: {error}"
                 raise Refusal(422, problem, "use the same shardmlx") from None
-            reason = too_long(norm, self._norms_beside(report, fragment), self.options.max_norm_ratio)
+            reason = too_long(
+                norm, self._norms_beside(report, fragment), self.options.max_norm_ratio
+            )
             if reason is not None:
                 self._refused[report.island, number] = report.base
                 raise Refusal(422, reason, "look at this island's losses, and join anew")

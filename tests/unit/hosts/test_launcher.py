@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.common.environment import SAVED
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.distributed.processes import process_state
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
@@ -383,6 +384,20 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
     lab.ends("echo book > down; exit 1", COMMIT.format(1) + "exit 1", WELL)
     assert lab.launcher("--resume", "never").run() == 0
     assert lab.options == ["-n 4 --resume never", "-n 2 --resume never", "-n 2 --resume auto"]
+
+
+@pytest.mark.parametrize("choice", ["never", "of-another-run/step-0000100"])
+def test_where_rank_0_is_elsewhere_it_tells_of_the_checkpoint_to_go_on_from(
+    lab: Lab, choice: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Launch sees no checkpoint there; and nothing of what it is told is shown."""
+    lab.write("hosts", "anna@mini.lan slots=1\nlocalhost slots=1\n")
+    saved = f'echo "$OMPI_SHARDMLX_LAUNCHED {SAVED}"; '
+    ended = 'echo "$OMPI_SHARDMLX_LAUNCHED {}"; '
+    lab.ends("exit 1", f"{saved}{ended.format(1)}exit 1", "exit 1", ended.format(0))
+    assert lab.launcher("--resume", choice).run() == 0
+    assert lab.options == [*[f"-n 2 --resume {choice}"] * 2, *["-n 2 --resume auto"] * 2]
+    assert SAVED not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

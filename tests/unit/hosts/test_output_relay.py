@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.common.environment import BEGUN, LAUNCHED, tell_launch
+from shardmlx.common.environment import (
+    BEGUN,
+    LAUNCHED,
+    tell_launch,
+    tell_launch_of_checkpoint,
+)
 from shardmlx.hosts.output_relay import SaidByRank0
 
 SECRET = Path("/tmp/of-another-host/status")
@@ -25,6 +30,26 @@ def test_words_of_rank_0_are_taken_out_however_the_output_is_cut(size: int) -> N
     shown = b"".join(map(said.taken_out_of, parts)) + said.rest()
     assert shown.decode() == SHOWN
     assert said.status == 2
+
+
+def test_a_checkpoint_is_told_in_output_alone_and_hides_no_other_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch that sees the file sees the checkpoint, too."""
+    for path, output in ((tmp_path / "status", False), (tmp_path / "nowhere" / "status", True)):
+        said = SaidByRank0(path)
+        monkeypatch.setenv(LAUNCHED, str(path))
+        tell_launch(f"{BEGUN}12")
+        tell_launch_of_checkpoint()
+        shown = said.taken_out_of(f"step 7{capsys.readouterr().out}".encode())
+        assert (shown + said.rest(), said.has_saved, said.rank_0) == (b"step 7", output, 12)
+        tell_launch(1)
+        tell_launch_of_checkpoint()
+        said.taken_out_of(capsys.readouterr().out.encode())
+        assert (said.status, said.has_saved) == (1, output)
+    monkeypatch.delenv(LAUNCHED)
+    tell_launch_of_checkpoint()
+    assert capsys.readouterr().out == ""
 
 
 def test_output_that_has_no_words_is_held_back_no_longer_than_it_may_have_some() -> None:
