@@ -150,7 +150,7 @@ class Rounds:
             raise Refusal(409, f"version {report.base} is none of this hub's", "join anew")
         waiting = {each.place for each in fragment.pending if each.island == report.island}
         problem = ""
-        if report.place <= fragment.facts.last(report.island).place:
+        if report.place <= fragment.facts.last_place(report.island):
             problem = f"a report from version {report.base} is counted already"
         elif any(place > report.place for place in waiting):
             # An island that goes on from an old checkpoint has what that one has, too.

@@ -97,9 +97,10 @@ class VersionFacts:
         """Return the facts that ``facts.json`` has of a version."""
         return cls({name: Report(**each) for name, each in counted.items()}, tokens)
 
-    def last(self, island: str) -> Report:
-        """Return the last counted report of an island; without one, a report before all."""
-        return self.counted.get(island, Report(island=island, life=0, base=-1))
+    def last_place(self, island: str) -> tuple[int, ...]:
+        """Return the place of the last counted report of an island; without one, one before all."""
+        report = self.counted.get(island)
+        return () if report is None else report.place
 
     def with_reports(self, reports: Sequence[Report]) -> VersionFacts:
         """Return the facts of the next version, which counts these reports."""
@@ -252,7 +253,7 @@ class FragmentStore:
         """Order the reports that wait, and remove those that a version counts."""
         known = sorted(self.pending, key=attrgetter("island", "place"))
         # At once: other threads read it.
-        self.pending = [each for each in known if each.place > self.facts.last(each.island).place]
+        self.pending = [each for each in known if each.place > self.facts.last_place(each.island)]
         for each in known:
             if each not in self.pending:
                 _remove(self.directory / each.file)
@@ -376,12 +377,13 @@ class Run:
 
     def join(self, island: str, message: Join) -> None:
         """Write down that an island has joined, of which the first says what is trained."""
+        first = self.first or message
         if self.first is None:
-            self._open(message)
+            self._open(first)
         self.lives[island] = self.lives.get(island, 0) + 1
         content = {
             "terms": self.terms.to_json(),
-            "first": (self.first or message).to_json(),
+            "first": first.to_json(),
             "lives": self.lives,
             "began": time.time() - self.seconds,
             "id": self.id,

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from shardmlx.checkpoint import writer
 from shardmlx.checkpoint.store import Store
 from shardmlx.checkpoint.writer import Saved, Snapshot
+from shardmlx.common.environment import LAUNCHED, SAVED
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.messages import buffer_of
 from tests.helpers.checkpoints import (
@@ -94,6 +95,15 @@ def test_two_saves_need_no_pause_and_only_so_many_stay(tmp_path: Path) -> None:
     assert complete(directories) == {"a": [3, 4], "b": [3, 4], "c": [3, 4]}
     assert load(directories, 3) == whole(3, seed=3)
     assert load(directories) == whole(3, seed=4)
+
+
+def test_a_launch_elsewhere_is_told_of_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "nowhere" / "status"
+    monkeypatch.setenv(LAUNCHED, str(mark))
+    save(hosts(tmp_path, "ab"), "rank0", 2, [100, 200])
+    assert capsys.readouterr().out == 2 * f"{mark} {SAVED}\n"
 
 
 def test_rank_0_tells_what_was_completed_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The hub's directory: versions, reports, tokens, exports; its deaths are in the worlds."""
+"""The hub's directory: versions, reports, tokens, exports, and disks that fail at any call."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import stat
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from shardmlx.islands.store import (
     Report,
     Run,
 )
+from tests.helpers.worlds.disk import Crash, FailingDisk, Faults
 
 T = TypeVar("T")
 
@@ -207,6 +209,52 @@ def test_after_any_call_that_the_disk_refuses_the_next_try_makes_the_same_versio
     assert refused > 15
 
 
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+def test_what_was_acknowledged_is_there_whatever_call_the_power_is_cut_at(
+    tmp_path: Path, encoding: str
+) -> None:
+    for death in count():
+        for seed in range(3):
+            disk = FailingDisk(tmp_path / f"{death}-{seed}", Random(seed))
+            disk.root.mkdir()
+            acknowledged = 0
+            with disk.failing(Faults(death=death, cuts_power=True)), suppress(Crash):
+                store = opened(disk.root / "fragment", encoding)
+                for step in (_seed, _put_tens, _advance):
+                    step(store)
+                    acknowledged += 1
+            again = opened(disk.root / "fragment", encoding)
+            has_step = again.version == 1
+            has_report = has_step or bool(again.pending)
+            assert [again.version is not None, has_report, has_step][:acknowledged] == (
+                [True] * acknowledged
+            )
+            if has_step:
+                assert (weights(again), again.facts.tokens) == ((START - 10).tolist(), 1)
+            elif has_report:
+                (body,) = again.directory.glob("*.report")
+                assert [float(each.mean()) for each in again.decoded(body)] == [10, 10]
+        if not disk.has_crashed:
+            break
+    assert death > 20
+
+
+def test_a_fragment_without_weights_has_no_next_version(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        opened(tmp_path).advance([], summed)
+
+
+def test_where_no_difference_is_known_the_mean_of_a_file_is_the_only_one(tmp_path: Path) -> None:
+    store = seeded(tmp_path)
+    assert store.masked_bytes == 2 * START.nbytes
+    mean = store.new_file()
+    mean.write_bytes((START + 1).tobytes())
+    report = Report(island="ann", life=1, base=0, tokens=5)
+    store.advance([report], summed, mean)
+    assert weights(store) == [-1.0] * 10
+    assert store.facts.counted == {"ann": report}
+
+
 def tried_twice(attempt: Callable[..., T], *args: Any) -> T:
     """Return what an attempt returns, or the second one if the disk refuses something in it."""
     try:
@@ -232,7 +280,10 @@ def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> N
     for name in ("../ann", "Ann", "", "a b"):
         with pytest.raises(UserError, match="--islands"):
             Run(tmp_path / "other", [name], Terms()).close()
-    (tmp_path / "tokens" / "ann").write_text("\n")
+    (tmp_path / "tokens" / "ann").write_text("sixteen-letters-\n")
+    with closing(Run(tmp_path, [], Terms())) as run:
+        assert run.tokens["ann"] == "sixteen-letters-"
+    (tmp_path / "tokens" / "ann").write_text("fifteen-letters\n")
     with pytest.raises(UserError, match="tokens/ann"):
         Run(tmp_path, [], Terms())
 
@@ -247,6 +298,13 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
     again.close()
     with pytest.raises(UserError, match="inner_steps is 8"):
         Run(tmp_path, [], replace(run.terms, inner_steps=8))
+    other = replace(run.terms, outer_optimizer="average")
+    with closing(Run(tmp_path, [], other)) as again:
+        assert again.terms.outer_optimizer == "average"
+    with closing(Run(tmp_path, [], None)) as again:
+        again.join("ben", replace(JOIN, name="ben"))
+        assert (again.lives, again.first) == ({"ann": 1, "ben": 1}, JOIN)
+        assert again.terms == run.terms
 
 
 def test_a_directory_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
