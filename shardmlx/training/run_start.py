@@ -74,7 +74,8 @@ def _module_digest(objective: str) -> str | None:
     """Return a digest of the source of an own objective, MODULE:NAME; None for others."""
     name, colon, _ = objective.partition(":")
     spec = find_spec(name) if colon else None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    origin = None if spec is None else Path(spec.origin or "")
+    if origin is None or not origin.is_file():
         return None
-    with file_access("read", spec.origin):
-        return file_digest(Path(spec.origin))
+    with file_access("read", origin):
+        return file_digest(origin)

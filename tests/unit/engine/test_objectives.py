@@ -135,6 +135,17 @@ def test_orpo_is_exact_where_an_answer_is_almost_certain() -> None:
     assert np.isfinite(slopes).all()
 
 
+def test_answers_know_what_their_rows_know_and_count_their_tokens() -> None:
+    batch = batch_of(6)
+    for part in [*pack(batch, 2, together=2), *split(batch, 1, 0, 2)]:
+        rows = part.first_row + part.row_numbers
+        answers = AnswerScores.of(mx.array(LOGPS[rows].astype(np.float32)), part)
+        assert np.array(answers.wanted).tolist() == [row % 2 == 0 for row in rows]
+        np.testing.assert_array_equal(answers.tokens, batch.counts.sum(axis=1)[rows])
+        np.testing.assert_allclose(answers.references, batch.known_of(REFERENCE)[rows], rtol=1e-6)
+        np.testing.assert_array_equal(answers.baseline, [KL] * len(rows))
+
+
 def test_every_objective_has_a_loss() -> None:
     assert set(LOSSES) == set(OBJECTIVES)
 
