@@ -126,7 +126,6 @@ class CheckpointWriter:
                 return not thread.is_alive()
 
             self._wait_until(ended)
-            self._thread = None
 
     def take_saved(self) -> Saved | None:
         """Return, on rank 0, the checkpoint that was completed since the last call."""

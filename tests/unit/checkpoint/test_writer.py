@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from shardmlx.checkpoint import writer
+from shardmlx.checkpoint.export import SaveError
 from shardmlx.checkpoint.store import Store
 from shardmlx.checkpoint.writer import Saved, Snapshot
 from shardmlx.common.environment import LAUNCHED, SAVED
@@ -109,6 +110,8 @@ def test_a_launch_elsewhere_is_told_of_each_checkpoint(
 def test_rank_0_tells_what_was_completed_once(tmp_path: Path) -> None:
     def work(transport: LocalTransport, store: Store) -> list[Saved | None]:
         writer = writer_on(transport, store, "neighbour", 2)
+        writer.release()  # nothing is held yet
+        writer.wait()
         begin(writer, transport.rank, 2, 5)
         writer.wait()
         return [writer.take_saved(), writer.take_saved()]
@@ -117,6 +120,7 @@ def test_rank_0_tells_what_was_completed_once(tmp_path: Path) -> None:
     assert again is None
     assert others == [[None, None]] * 2
     assert saved.step == 5
+    assert 0 <= saved.seconds < 20
     assert saved.nbytes == sum(each.nbytes for owner in (0, 1) for each in snapshots(owner))
 
 
@@ -134,6 +138,41 @@ class _Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+def test_weights_are_held_until_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = _Gate(monkeypatch, "begin")
+    events: list[str] = []
+
+    def open_gate() -> None:
+        events.append("writing begins")
+        gate.open()
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, "shared", 1)
+        begin(writer, 0, 1, 1)
+        threading.Timer(0.1, open_gate).start()
+        writer.release()
+        events.append("weights may change")
+        writer.wait()
+
+    on_ranks(hosts(tmp_path, "a"), work)
+    assert events == ["writing begins", "weights may change"]
+
+
+def test_two_ranks_that_write_one_file_otherwise_complete_no_checkpoint(tmp_path: Path) -> None:
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, "rank0", 2)
+        parts = [Snapshot.of("weights-00.safetensors", tensors_of(transport.rank))]
+        writer.start(manifest_of(1) if transport.rank == 0 else None, 1, parts)
+        writer.wait()
+
+    directories = hosts(tmp_path, "ab")
+    with pytest.raises(SaveError, match=r"two copies of weights-00.safetensors differ"):
+        on_ranks(directories, work)
+    assert complete(directories) == {"a": [], "b": []}
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("shared", "aa"), ("rank0", "ab"), ("neighbour", "ab")])
