@@ -312,7 +312,7 @@ class Run:
         """Count of the times that each island joined."""
         self._clock = clock
         self._began = clock()
-        """When the run began, on the clock of this process."""
+        """The beginning of the run, on the clock of this process."""
         self.id = secrets.token_hex(8)
         """Names the run: islands go on from no checkpoint of another."""
         self.fragments: tuple[FragmentStore, ...] = ()

@@ -96,6 +96,8 @@ GOOD = json.loads(manifest_of(7, OLD).to_json())
         json.dumps({**GOOD, "step": 0}).encode(),
         json.dumps({**GOOD, "files": []}).encode(),
         json.dumps({**GOOD, "files": GOOD["files"] * 2}).encode(),
+        json.dumps({**GOOD, "files": [{**GOOD["files"][0], "nbytes": -1}]}).encode(),
+        json.dumps({**GOOD, "files": [{**GOOD["files"][0], "sha256": "0" * 63}]}).encode(),
         json.dumps({**GOOD, "state": []}).encode(),
         json.dumps({key: GOOD[key] for key in GOOD if key != "identity"}).encode(),
     ],

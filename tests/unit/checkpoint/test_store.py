@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from shardmlx.checkpoint.store import MANIFEST, MARKER, Store, step_of
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
-from tests.helpers.checkpoints import NEW, OLD, content, names, put
+from tests.helpers.checkpoints import NEW, OLD, content, is_sound, names, put
+from tests.helpers.worlds.disk import Crash, FailingDisk, Faults
 
 
 def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
@@ -90,6 +96,41 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_by_a_new_one(tmp_path: Path)
     put(store, 1, NEW)
     assert content(store, 1) == NEW
     assert names(store) == {"step-0000001", "superseded-step-0000001"}
+
+
+def test_a_directory_is_made_with_all_above_it_and_without_it_there_is_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    assert Store(tmp_path / "nowhere").steps() == []
+    assert Store(tmp_path / "a" / "b").begin(1).is_dir()
+    Store(tmp_path / "c" / "d").lock().release()
+
+
+def test_whatever_call_the_power_is_cut_at_what_was_done_is_done(tmp_path: Path) -> None:
+    for death in count():
+        for seed in range(2):
+            disk = FailingDisk(tmp_path / f"{death}-{seed}", Random(seed))
+            store = Store(disk.root)
+            done = 0
+            calls: list[Callable[[], object]] = [
+                partial(put, store, 1, OLD),
+                partial(put, store, 2, NEW),
+                partial(store.prune, 1),
+                partial(store.set_aside, 2, "damaged"),
+            ]
+            with disk.failing(Faults(death=death, cuts_power=True)), suppress(Crash):
+                for call in calls:
+                    call()
+                    done += 1
+            steps = store.steps()
+            assert steps in ([[], [1], [1, 2], [2], []][done : done + 2])
+            assert all(is_sound(store, step) for step in steps)
+            store.begin(3)
+            partials = {name for name in names(store) if name.startswith("partial")}
+            assert partials == {store.partial(3).name}
+        if not disk.has_crashed:
+            break
+    assert death > 30
 
 
 def test_what_is_set_aside_is_no_checkpoint_but_all_there(tmp_path: Path) -> None:
