@@ -87,7 +87,16 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the content of ``checkpoint.json``, which ``from_json`` reads."""
-        return (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode()
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "files": [asdict(file) for file in self.files],
+            "identity": self.identity,
+            "state": self.state,
+            "plan": self.plan,
+            "versions": self.versions,
+        }
+        return (json.dumps(content, indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, text: bytes, where: str | Path) -> Manifest:

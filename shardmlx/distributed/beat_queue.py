@@ -28,6 +28,11 @@ class BeatQueue(Generic[R]):
         waiting.append((data, is_repeated))
         self.send_waiting(peer)
 
+    @property
+    def waiting(self) -> list[int]:
+        """Peers for whom something waits for its turn."""
+        return [peer for peer, waiting in self._waiting.items() if waiting]
+
     def send_waiting(self, peer: int) -> bool:
         """Send what waits for its turn, as far as that has come; return whether nothing waits."""
         waiting = self._waiting.get(peer)

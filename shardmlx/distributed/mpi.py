@@ -325,7 +325,7 @@ class _MPIBeatChannel:
     def _send_waiting(self) -> bool:
         """Send what waits for its turn; return whether nothing does."""
         is_empty = True
-        for peer in self._buffers:
+        for peer in self._outgoing.waiting:
             with contextlib.suppress(MPI.Exception):
                 is_empty &= self._outgoing.send_waiting(peer)
         return is_empty

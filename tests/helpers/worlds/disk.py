@@ -111,6 +111,15 @@ class FailingDisk:
         self._files: dict[int, str] = {}
         self._faults = Faults()
 
+    def life(self, faults: Faults) -> contextlib.AbstractContextManager[list[str]]:
+        """Let calls in the block fail, as ``failing`` does. Where none is to fail, nobody looks,
+        and there are no ``calls``: that takes half the time."""
+        if faults != Faults():
+            return self.failing(faults)
+        self.calls.clear()
+        self.has_crashed = False
+        return contextlib.nullcontext(self.calls)
+
     @contextlib.contextmanager
     def failing(self, faults: Faults | None = None) -> Iterator[list[str]]:
         """Let calls in the block fail: each that comes after a death raises ``Crash``, too. Yields

@@ -50,11 +50,11 @@ class HubAway(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """What a fragment's version has on the disk: its weights, and the last report of each island
-    that it counts."""
+    """What a fragment's version has on the disk: its weights, and the base of the last report of
+    each island that it counts."""
 
     weights: np.ndarray
-    counted: dict[str, Report]
+    bases: dict[str, int]
     tokens: int
 
 
@@ -83,10 +83,10 @@ class Ledger:
     def see(self, number: int, directory: Path) -> None:
         """Take note of a version, which must be what it was."""
         facts = json.loads((directory / FACTS).read_bytes())
-        counted = {name: Report(**each) for name, each in facts["counted"].items()}
+        bases = {name: each["base"] for name, each in facts["counted"].items()}
         is_lossy = (directory / OUTER).exists()
         weights = np.fromfile(directory / (OUTER if is_lossy else PUBLISHED), np.float32)
-        seen = self.versions.setdefault(number, Version(weights, counted, facts["tokens"]))
+        seen = self.versions.setdefault(number, Version(weights, bases, facts["tokens"]))
         assert np.array_equal(seen.weights, weights), f"version {number} has changed"
 
     def check(self, mode: str) -> None:
@@ -123,7 +123,7 @@ class Ledger:
             if mode == FEDAVG:
                 expected = np.float32(rows[owner]) / np.float32(sum(rows.values()))
             if mode == ASYNC:
-                base = self.versions[after].counted[owner].base
+                base = self.versions[after].bases[owner]
                 expected = np.float32(1 / (1 + number - base))
             assert change[update] == expected, (after, update, change[update], expected)
 
@@ -242,7 +242,7 @@ class HubWorld:
         """Start the hub's process, whose clock begins anywhere."""
         self._clock = self.random.uniform(0, 1e6)
         self._seen = []
-        self._life.enter_context(self._disk.failing(self._faults()))
+        self._life.enter_context(self._disk.life(self._faults()))
         try:
             self.rounds = Rounds(self.options, lambda: self.simulation.now + self._clock)
         except (Crash, OSError) as error:

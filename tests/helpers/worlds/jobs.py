@@ -122,7 +122,7 @@ class Rank:
         self._signals = []
         if signals:
             self._obey(self.fate.signalled(signals, now))
-        for peer in self.fate.others:
+        for peer in self._outgoing.waiting:
             self._outgoing.send_waiting(peer)
         messages = self._inbox
         self._inbox = []

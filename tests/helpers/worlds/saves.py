@@ -116,7 +116,7 @@ class Run:
         disk = FailingDisk(self.disk, self.simulation.random)
         resume = self._named()
         end: BaseException | None = None
-        with disk.failing(faults) as calls:
+        with disk.life(faults) as calls:
             try:
                 self._on_ranks(disk, resume)
             except (Exception, Crash) as error:

@@ -9,4 +9,4 @@ from tests.helpers.worlds.saves import SAVES
 
 @pytest.mark.parametrize("part", range(4))
 def test_a_checkpoint_is_whole_or_not_there_and_a_run_goes_on_from_the_newest(part: int) -> None:
-    SAVES.worlds(125, first=125 * part)
+    SAVES.worlds(500, first=500 * part)

@@ -25,7 +25,9 @@ def test_of_messages_that_are_repeated_the_newest_waits_for_the_one_that_is_on_i
     wire.outgoing.post(2, b"1", is_repeated=True)
     assert wire.sent == [(1, b"1"), (2, b"1")]
     wire.done.add(0)
+    assert wire.outgoing.waiting == [1]
     assert wire.outgoing.send_waiting(1)
+    assert wire.outgoing.waiting == []
     assert wire.sent[2:] == [(1, b"3")]
 
 

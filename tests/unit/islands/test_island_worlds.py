@@ -9,4 +9,4 @@ from tests.helpers.worlds.islands import ISLANDS
 
 @pytest.mark.parametrize("part", range(4))
 def test_each_report_counts_once_with_its_weight_and_no_island_waits_for_ever(part: int) -> None:
-    ISLANDS.worlds(125, first=125 * part)
+    ISLANDS.worlds(500, first=500 * part)
