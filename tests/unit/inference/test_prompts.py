@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -118,21 +117,37 @@ def test_under_mpirun_silence_may_be_the_end_of_stdin_and_what_was_taken_is_said
         os.close(read)
 
 
+@contextmanager
+def stdin_of(text: str) -> Iterator[None]:
+    """Let this process have a text as its stdin, in the block."""
+    own = os.dup(0)
+    read, write = os.pipe()
+    os.write(write, text.encode())
+    os.close(write)
+    os.dup2(read, 0)
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+
+
 def test_many_prompts_come_from_stdin_too() -> None:
     """A bad line is named by its number."""
-    program = (
-        "import sys; from shardmlx.inference.prompts import read_prompts\n"
-        "print(*(f'{each.prompt} {each.where}' for each in read_prompts('-', 5)), sep=', ')"
-    )
-    for text, expected in (
-        ('{"prompt": "one"}\n\n{"prompt": "three"}', "one stdin:1, three stdin:3"),
+    with stdin_of('{"prompt": "one"}\n\n{"prompt": "three"}'):
+        found = read_prompts("-", 5)
+    assert [(each.prompt, each.where) for each in found] == [
+        ("one", "stdin:1"),
+        ("three", "stdin:3"),
+    ]
+    for text, problem in (
         ('{"prompt": "one"}\n{"promt": "two"}\n', "stdin:2"),
         ("", "--prompts stdin is empty"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-c", program], input=text, capture_output=True, text=True, timeout=60
-        )
-        assert expected in (done.stdout if done.returncode == 0 else done.stderr)
+        with stdin_of(text), pytest.raises(UserError) as refused:
+            read_prompts("-", 5)
+        assert problem in str(refused.value)
 
 
 def test_an_end_that_launch_passes_on_is_waited_for(
