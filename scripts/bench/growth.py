@@ -36,7 +36,7 @@ from testbed.rows import write
 Work = Callable[[Path, bool], float]
 """Function of a directory of its own, and whether it is to be over soon."""
 
-MICROBATCHES, LAYERS = 4, 8
+MICROBATCHES, LAYERS, MUON_LAYERS = 4, 8, 30
 """Of the runs whose evaluations are counted."""
 
 
@@ -253,6 +253,13 @@ def of_full(directory: Path, quick: bool) -> float:
     return evaluations(directory, quick, fine_tune_type="full")
 
 
+def of_muon(directory: Path, quick: bool) -> float:
+    """Return the calls in a step of one with Muon, whose temporary arrays are the most, of 40 MB of
+    weights: these are not updated together in any case."""
+    model = str(tiny(directory, MUON_LAYERS, width=192))
+    return step_costs(directory, model=model, fine_tune_type="full", optimizer="muon").evaluations
+
+
 def milliseconds(directory: Path, quick: bool) -> float:
     """Return the CPU time of the main thread that a micro-batch takes, in milliseconds."""
     costs = step_costs(directory, model=str(tiny(directory)))
@@ -440,6 +447,7 @@ ROWS = (
     Row("generate of 2,000 tokens, 2 x 64 / mlx_lm", 0.90, beside_mlx_lm, at_most=False),
     Row("mx.eval of a LoRA step, 4 micro-batches", 3 * MICROBATCHES + 4, evaluations),
     Row("mx.eval of a full step, 8 layers", 3 * MICROBATCHES + 4 + LAYERS, of_full),
+    Row("the same with Muon, 30 layers", 3 * MICROBATCHES + 4 + MUON_LAYERS, of_muon),
     Row("main thread a micro-batch, 2 x 64, ms", 5, milliseconds),
     Row("start, 100,000 rows / 1,000", 2, start),
     Row("tokenising a row / mlx-lm", 1.1, a_row),

@@ -7,6 +7,7 @@ optimizers and schedules are tried by MLX itself (``engine.optimizer.build_optim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -63,8 +64,10 @@ class OptimizerFacts:
     needs in memory.
 
     ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
-    ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix, if
-    each kind of arrays is waited for; ``at_once`` if there is one wait: measured
+    ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single long
+    matrix, and ``square`` more that of a square one, if each kind of arrays is waited for;
+    ``at_once`` if there is one wait, and if that is for many matrices, at most ``ahead`` copies of
+    the largest: MLX goes so far ahead. They are measured
     (tests/unit/planning/test_memory_of_updates.py).
     """
 
@@ -73,17 +76,25 @@ class OptimizerFacts:
     passing: int
     passing_alone: int
     at_once: int
+    ahead: int
+    square: int = 0
+
+    def alone(self, shape: Sequence[int]) -> float:
+        """Return the copies of a weight that its update makes and drops, if it is the only one and
+        each kind of arrays is waited for: products of its shorter sides come to long ones."""
+        sides = (shape[0], math.prod(shape[1:]))
+        return self.passing_alone + self.square * min(sides) / max(sides)
 
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
     {
-        "adam": OptimizerFacts("Adam", 2, 2, 2, 5),
-        "adamw": OptimizerFacts("AdamW", 2, 2, 2, 5),
-        "muon": OptimizerFacts("Muon", 1, 4, 9, 13),
-        "sgd": OptimizerFacts("SGD", 1, 1, 1, 2),
-        "adafactor": OptimizerFacts("Adafactor", 0, 3, 5, 6),
-        "lars": OptimizerFacts("LARS", 1, 2, 3, 5),
-        "lamb": OptimizerFacts("LAMB", 2, 4, 5, 9),
+        "adam": OptimizerFacts("Adam", 2, 2, 2, 5, 17),
+        "adamw": OptimizerFacts("AdamW", 2, 2, 2, 5, 17),
+        "muon": OptimizerFacts("Muon", 1, 4, 9, 22, 25, square=9),
+        "sgd": OptimizerFacts("SGD", 1, 1, 1, 2, 14),
+        "adafactor": OptimizerFacts("Adafactor", 0, 3, 5, 7, 9),
+        "lars": OptimizerFacts("LARS", 1, 2, 3, 5, 11),
+        "lamb": OptimizerFacts("LAMB", 2, 3, 5, 9, 14),
     }
 )
 """The optimizers of mlx_lm.lora, and two for large batches (``engine.large_batch_optimizers``)."""

@@ -23,8 +23,24 @@ BUCKET_BYTES = 32 << 20
 UPDATE_BYTES = 8 << 20
 """Weights in float32 that are updated at a time, if they are of several layers."""
 
+TASKS_AHEAD = 10
+"""Operations, on a GPU command buffers, that MLX allocates arrays for ahead of the running one."""
+
+COMMAND_BUFFER = 50 * 2**20
+"""Elements that the operations of one command buffer of Metal read, at most: as MLX's
+``backend/metal/device.cpp`` has it for the largest chips."""
+
+READ_PER_ALLOCATED = 4
+"""Elements that a layer's operations read for each that they allocate: weights and operands."""
+
 SUM_BUFFER_BYTES = 8 << 20
 """Bytes of others' contributions to sums in the chunks under way, until they are added."""
+
+
+def ahead_of_gpu(itemsize: int) -> int:
+    """Return the most bytes of arrays that wait for a GPU: MLX frees the arrays of a command buffer
+    once the GPU is through with all of it."""
+    return TASKS_AHEAD * COMMAND_BUFFER * itemsize // READ_PER_ALLOCATED
 
 
 def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from itertools import groupby
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -16,7 +17,7 @@ from mlx.utils import tree_flatten
 from shardmlx.compat import begin_evaluation
 from shardmlx.config.checks import OPTIMIZERS, OptimizerFacts
 from shardmlx.config.specs import FineTune
-from shardmlx.engine.buffers import UPDATE_BYTES
+from shardmlx.engine.buffers import UPDATE_BYTES, ahead_of_gpu, in_buckets
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.large_batch_optimizers import LAMB, LARS, LayerwiseOptimizer
 from shardmlx.engine.stage import Stage, layer_of
@@ -34,13 +35,34 @@ FLOAT32 = 4
 
 @dataclass(slots=True)
 class UpdatePiece:
-    """Trained weights that are updated together, by ``names``. Where it ``has_room``, one wait is
-    enough: the temporary arrays of all kinds may exist together, which a fast device computes
-    without waiting for the host. Elsewhere one kind of arrays is waited for after the other."""
+    """Trained weights, by name with their float32 bytes: ``nbytes`` in all. Where it ``has_room``,
+    one wait is enough, so that a fast device computes without waiting for the host. Elsewhere one
+    kind of arrays is waited for after the other. Replicas exchange weights when no other piece of
+    the layer ``follows``."""
 
-    names: list[str] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
+    largest: int = 0
     has_room: bool = True
+    follows: bool = False
+
+    def most_with(self, nbytes: int, facts: OptimizerFacts, given: int) -> int:
+        """Return the most bytes that one wait for these weights and one more takes. MLX allocates
+        arrays for a few weights ahead; those that a GPU is ``given`` may be more."""
+        ahead = max(facts.ahead * max(self.largest, nbytes), given)
+        return min(facts.at_once * (self.nbytes + nbytes), ahead)
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Add a weight."""
+        self.sizes[name] = nbytes
+        self.nbytes += nbytes
+        self.largest = max(self.largest, nbytes)
+
+    def groups(self, small: int) -> list[list[str]]:
+        """Return the names of the weights that are begun together, one group after the other: all
+        if they have no more than ``small`` bytes, or as many as have no more than the largest."""
+        together = small if self.nbytes <= small else self.largest
+        return in_buckets(self.sizes, lambda name: self.sizes[name] // FLOAT32, together)
 
 
 def pieces_of(
@@ -49,29 +71,39 @@ def pieces_of(
     facts: OptimizerFacts,
     small: int = UPDATE_BYTES,
     *,
+    given: int = 0,
     by_layer: bool = False,
 ) -> list[UpdatePiece]:
-    """Return the weights of ``layers``, and then of the ``ends`` of the model, in pieces: as few as
-    take no more memory than the plan counts, the passing arrays of the largest layer.
+    """Return the weights of ``layers`` and of the ``ends`` of the model in pieces: as few as take
+    no more memory than the plan counts for the largest layer.
 
-    ``layers`` have the float32 bytes of each weight. Pieces free their gradients, so that later
-    ones have more room. A piece ``by_layer`` is a layer, or several of up to ``small`` bytes.
+    Layers and ends have the float32 bytes of each weight; ``given`` bytes of arrays may wait for a
+    GPU. Pieces free their gradients, so that later ones have more room: the smallest weights come
+    first. Pieces ``by_layer`` are at most a layer, in their order, or several of up to ``small``
+    bytes.
     """
     of_layers = [facts.passing * sum(layer.values()) for layer in layers]
     room = max([*of_layers, *(nbytes for end in ends for nbytes in end.values())], default=0)
-    pieces = [UpdatePiece()]
-    for layer in (*layers, *ends):
-        for part in [layer] if by_layer else [{name: layer[name]} for name in layer]:
-            piece = pieces[-1]
-            together = piece.nbytes + sum(part.values())
-            goes_on = piece.has_room and facts.at_once * together <= room and not by_layer
-            if piece.names and not (goes_on or together <= small):
-                room += piece.nbytes
-                piece = UpdatePiece()
-                pieces.append(piece)
-            piece.names.extend(part)
-            piece.nbytes += sum(part.values())
-            piece.has_room = piece.nbytes <= max(small, room // facts.at_once)
+    parts = enumerate((*layers, *ends))
+    weights = [(number, name, nbytes) for number, part in parts for name, nbytes in part.items()]
+    if not by_layer:
+        weights.sort(key=itemgetter(2))
+    piece = UpdatePiece()
+    pieces = [piece]
+    last = 0
+    for number, name, nbytes in weights:
+        goes_on = piece.has_room and piece.most_with(nbytes, facts, given) <= room
+        if by_layer and number != last:
+            goes_on = False
+        if piece.sizes and not (goes_on or piece.nbytes + nbytes <= small):
+            room += piece.nbytes
+            piece.follows = by_layer and number == last
+            piece = UpdatePiece()
+            pieces.append(piece)
+        fits = piece.most_with(nbytes, facts, given) <= room
+        piece.add(name, nbytes)
+        piece.has_room = fits or piece.nbytes <= small
+        last = number
     return pieces
 
 
@@ -113,6 +145,17 @@ def _class_of(name: str) -> Callable[..., optim.Optimizer]:
     kind = OPTIMIZERS[name].class_name
     ours = {"LARS": LARS, "LAMB": LAMB}
     return ours.get(kind) or cast(Callable[..., optim.Optimizer], getattr(optim, kind))
+
+
+class _Graphs(NamedTuple):
+    """Lazy arrays of an update, by the names of weights, each until it is begun, so that its memory
+    is used again: the gradients, the updated weights or their float32 copies, the weights as they
+    are stored, and whether they stay as they were, until one has changed."""
+
+    gradients: dict[str, mx.array]
+    updated: dict[str, mx.array]
+    new: dict[str, mx.array]
+    unchanged: dict[str, mx.array]
 
 
 @dataclass(eq=False)
@@ -166,39 +209,55 @@ class Updater:
 
         Replicas that divide the weights must all call it.
         """
-        gradients, weights = self._gradients_and_weights(scale)
-        # Needed without trained weights too: it advances the learning rate that rank 0 reports.
-        updated = self.optimizer.apply_gradients(gradients, weights)
-        # Drop the old weights before anything is evaluated, so that their memory is used again.
-        weights.clear()
-        old: dict[str, mx.array] = {}
-        new: dict[str, mx.array] = {}
-        for stage in self.stages:
-            for name in filter(self.updates, stage.names):
-                if name in self._masters:
-                    self._masters[name] = updated[name]
-                if not self.has_moved:
-                    old[name] = stage.part[name]
-                stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
+        graphs = self._graphs(scale)
+        updated: list[str] = []
         for piece in self._pieces:
-            mine = [name for name in piece.names if name in updated]
-            compute = begin_evaluation if piece.has_room else mx.eval
-            compute([gradients.pop(name) for name in mine])
-            compute([self.optimizer.state.get(name, {}) for name in mine])
-            mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
-            self._compare(old, {name: new.pop(name) for name in mine})
-            if self.shards is not None:
-                self.shards.start_gather(piece.names)
-        mx.eval(self.optimizer.state)
+            mine = [name for name in piece.sizes if name in graphs.new]
+            if not piece.has_room:
+                mx.eval([graphs.gradients.pop(name) for name in mine])
+                mx.eval([self.optimizer.state.get(name, {}) for name in mine])
+            for group in piece.groups(self.piece_bytes):
+                self._begin([name for name in group if name in graphs.new], graphs)
+            unchanged = [graphs.unchanged.pop(name) for name in mine if name in graphs.unchanged]
+            mx.eval([graphs.new.pop(name) for name in mine], unchanged)
+            self.has_moved |= not all(each.item() for each in unchanged)
+            if self.has_moved:
+                graphs.unchanged.clear()
+            updated += piece.sizes
+            if self.shards is not None and not piece.follows:
+                self.shards.start_gather(updated)
+                updated = []
         if self.shards is not None:
             self.shards.finish_gather()
 
-    def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
-        """Note whether any ``new`` weight differs from its ``old`` one, and drop the old ones."""
-        pairs = [(old.pop(name), array) for name, array in new.items() if name in old]
-        self.has_moved |= any(not mx.array_equal(*pair).item() for pair in pairs)
-        if self.has_moved:
-            old.clear()
+    def _graphs(self, scale: float) -> _Graphs:
+        """Set the stages' weights to updated ones that are still lazy."""
+        gradients, weights = self._gradients_and_weights(scale)
+        # Needed without trained weights too: it advances the learning rate that rank 0 reports.
+        updated = self.optimizer.apply_gradients(gradients, weights)
+        common = [each for each in self.optimizer.state.values() if isinstance(each, mx.array)]
+        begin_evaluation(common)
+        graphs = _Graphs(gradients, updated, {}, {})
+        for stage in self.stages:
+            for name in filter(self.updates, stage.names):
+                old = stage.part[name]
+                if name in self._masters:
+                    self._masters[name] = updated[name]
+                stage.part[name] = graphs.new[name] = updated[name].astype(old.dtype)
+                if not self.has_moved:
+                    graphs.unchanged[name] = mx.array_equal(old, graphs.new[name])
+        return graphs
+
+    def _begin(self, names: Sequence[str], graphs: _Graphs) -> None:
+        """Let the device update these weights."""
+        for name in names:
+            graphs.gradients.pop(name, None)
+        begin_evaluation(
+            [self.optimizer.state.get(name, {}) for name in names],
+            [graphs.updated.pop(name) for name in names],
+            [graphs.new[name] for name in names],
+            [graphs.unchanged[name] for name in names if name in graphs.unchanged],
+        )
 
     def _gradients_and_weights(
         self, scale: float
@@ -221,8 +280,7 @@ class Updater:
         return gradients, weights
 
     def _in_pieces(self) -> list[UpdatePiece]:
-        """Return the trained weights in pieces. Matrices at the ends of the model, the largest,
-        come last, when the gradients of all layers are gone."""
+        """Return the trained weights in pieces."""
         sizes = {name: stage.part[name].size for stage in self.stages for name in stage.names}
         layers: list[Mapping[str, int]] = []
         ends: list[Mapping[str, int]] = []
@@ -233,7 +291,8 @@ class Updater:
             each for each in OPTIMIZERS.values() if each.class_name == type(self.optimizer).__name__
         )
         divides = self.shards is not None and self.shards.divides
-        return pieces_of(layers, ends, facts, self.piece_bytes, by_layer=divides)
+        given = ahead_of_gpu(FLOAT32) if mx.default_device() == mx.gpu else 0
+        return pieces_of(layers, ends, facts, self.piece_bytes, given=given, by_layer=divides)
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

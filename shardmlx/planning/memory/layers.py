@@ -14,7 +14,9 @@ from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
+from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import NONE
+from shardmlx.engine.buffers import TASKS_AHEAD
 from shardmlx.models.sizes.layer_shape import (
     NO_HEADS,
     NO_RECURRENCE,
@@ -30,9 +32,6 @@ PASSING_MARGIN = 1.1
 
 MODULES_AHEAD = 7
 """Matrices, adapters and norms of an MLP that MLX gets ahead in its backward, measured at most."""
-
-TASKS_AHEAD = 10
-"""Operations, on a GPU command buffers, that MLX allocates arrays for ahead of the running one."""
 
 ACTIVATION_ARRAYS = 3
 """Arrays of an MLP's width that its activation computes: SwiGLU's sigmoid, SiLU and product."""
@@ -65,7 +64,7 @@ class Array(NamedTuple):
 
 class LayerMemory(NamedTuple):
     """Number of trained parameters of a layer, and bytes of its arrays: those held after F and
-    after I, and those that pass in F, in I or W, and in both as one."""
+    after I, and those that pass in F, in I or W, in both as one, and in the update."""
 
     parameters: int
     after_forward: int
@@ -73,6 +72,7 @@ class LayerMemory(NamedTuple):
     during_forward: float
     during_backward: float
     during_joined: float
+    during_update: int
 
 
 def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
@@ -81,7 +81,10 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
     whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
     recomputed = whole if setup.grad_checkpoint else whole - after_forward
     forward, backward, joined = _passing(setup, layer)
-    sizes = [*map(math.prod, shapes_of_layer(setup, layer)), 0]
+    shapes = [*shapes_of_layer(setup, layer)]
+    sizes = [*map(math.prod, shapes), 0]
+    optimizer = OPTIMIZERS[setup.tune.optimizer]
+    alone = [optimizer.alone(shape) * math.prod(shape) for shape in shapes]
     # The layer's arrays go as the gradients of its weights come, each of them after its gradient.
     gradients = FLOAT32 * max(sizes) + max(0, FLOAT32 * sum(sizes) - whole)
     return LayerMemory(
@@ -91,6 +94,7 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
         during_forward=PASSING_MARGIN * forward,
         during_backward=PASSING_MARGIN * (backward + recomputed),
         during_joined=PASSING_MARGIN * (joined + recomputed) + gradients,
+        during_update=round(FLOAT32 * max(optimizer.passing * sum(sizes), *alone, 0)),
     )
 
 

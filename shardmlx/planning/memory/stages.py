@@ -17,17 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.engine.buffers import BUCKET_BYTES, positions_of_piece
+from shardmlx.engine.buffers import BUCKET_BYTES, ahead_of_gpu, positions_of_piece
 from shardmlx.planning.memory.divided import divided
-from shardmlx.planning.memory.layers import TASKS_AHEAD, LayerMemory, layer_memory, shapes_of_layer
+from shardmlx.planning.memory.layers import LayerMemory, layer_memory, shapes_of_layer
 from shardmlx.planning.memory.training_setup import FLOAT32, Ratios, TrainingSetup
-
-COMMAND_BUFFER = 50 * 2**20
-"""Elements that the operations of one command buffer of Metal read, at most: as MLX's
-``backend/metal/device.cpp`` has it for the largest chips."""
-
-READ_PER_ALLOCATED = 4
-"""Elements that a layer's operations read for each that they allocate: weights and operands."""
 
 HEAD_ARRAYS = 8
 """Arrays of hidden states that pass in the norm and the loss beside the logits."""
@@ -116,8 +109,12 @@ class _Stage:
     @property
     def trained_layers(self) -> list[int]:
         """Number of parameters of each trained layer."""
-        lowest = max(self.start, self.setup.workload.first_trained_layer)
-        return [layer.parameters for layer in self.each_layer(lowest)]
+        return [layer.parameters for layer in self.each_layer(self.lowest_trained)]
+
+    @property
+    def lowest_trained(self) -> int:
+        """Lowest layer with trained weights."""
+        return max(self.start, self.setup.workload.first_trained_layer)
 
     @property
     def trained_ends(self) -> list[int]:
@@ -355,12 +352,10 @@ def _passing_backward(stage: _Stage, layers: Sequence[LayerMemory]) -> float:
 
 
 def _given_to_gpu(setup: TrainingSetup, passing: Collection[float]) -> float:
-    """Return the bytes of other layers that wait for a GPU beside the largest layer's: MLX frees
-    the arrays of a command buffer once the GPU is through with all of it."""
+    """Return the bytes of other layers that wait for a GPU beside the largest layer's."""
     if setup.backend == "cpu":
         return 0.0
-    most = TASKS_AHEAD * COMMAND_BUFFER / READ_PER_ALLOCATED * setup.dtype_bytes
-    return min(most, sum(passing) - max(passing))
+    return min(ahead_of_gpu(setup.dtype_bytes), sum(passing) - max(passing))
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
@@ -385,17 +380,17 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
 def _during_update(stage: _Stage, summed: int) -> int:
     """Return the temporary bytes of the update, above the gradients of ``summed`` parameters.
 
-    The norm squares a bucket of gradients, or the largest matrix. Layers are then updated one by
-    one and free their gradients before the matrices at the ends are updated.
+    The norm squares a bucket of gradients, or the largest matrix. An update has room for what a
+    layer takes (``engine.optimizer.pieces_of``). Small matrices free their gradients before large
+    ones, as those at the ends, are updated.
     """
-    layers = stage.trained_layers
+    layers = stage.each_layer(stage.lowest_trained)
     ends = stage.trained_ends
-    of_layer = max(layers, default=0)
     of_end = max(ends, default=0)
     optimizer = OPTIMIZERS[stage.setup.tune.optimizer]
     gone = max(0, summed - sum(ends))
     return max(
         max(FLOAT32 * of_end, min(BUCKET_BYTES, FLOAT32 * summed)),
-        FLOAT32 * optimizer.passing * of_layer,
+        max((layer.during_update for layer in layers), default=0),
         FLOAT32 * (optimizer.passing_alone * of_end - gone),
     )

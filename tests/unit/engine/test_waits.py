@@ -63,46 +63,51 @@ def a_step(model: nn.Module, waits: list[int], savings: Savings, *, step: int, u
 
 @pytest.mark.parametrize("layers", [2, 8])
 @pytest.mark.parametrize("recompute", [NONE, FULL])
-def test_adapters_wait_once_for_each_forward_and_backward_and_twice_for_the_update(
+def test_adapters_wait_once_for_each_forward_and_backward_and_for_the_update(
     waits: list[int], layers: int, recompute: str
 ) -> None:
     model = with_adapters(tiny_model(layers=layers))
-    a_step(model, waits, Savings(recompute=recompute), step=2 * MICROBATCHES, update=2)
+    a_step(model, waits, Savings(recompute=recompute), step=2 * MICROBATCHES, update=1)
 
 
 def test_a_loss_in_pieces_waits_once_for_each_piece(waits: list[int]) -> None:
     """The sum of the losses is ready with the last piece: here the only one."""
     savings = Savings(loss_chunk=10_000, counted_only=True)
     model = with_adapters(tiny_model(layers=2))
-    a_step(model, waits, savings, step=3 * MICROBATCHES, update=2)
+    a_step(model, waits, savings, step=3 * MICROBATCHES, update=1)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_of_32_large_layers_waits_about_once_a_layer_or_less(name: str) -> None:
+def test_an_update_of_32_large_layers_waits_a_few_times(name: str) -> None:
     rows = {"q": 4, "k": 1, "v": 1, "o": 4, "gate": 14, "up": 14, "down": 14}
     layers = [{f"{i}.{n}": 4 * 4096 * 1024 * rows[n] for n in rows} for i in range(32)]
     facts = OPTIMIZERS[name]
-    pieces = pieces_of(layers, [{"embedding": 4 * 4096 * 32_000}], facts)
-    # Muon's temporary arrays are the most.
-    most = 36 if name == "muon" else 32
-    assert sum(1 if piece.has_room else 3 for piece in pieces) <= most
-    assert [each for piece in pieces for each in piece.names] == [
-        *(each for layer in layers for each in layer),
-        "embedding",
-    ]
+    end = {"embedding": 4 * 4096 * 32_000}
+    planned = facts.passing * sum(layers[0].values())
+    pieces = pieces_of(layers, [end], facts)
+    # Muon's temporary arrays are the most: its first large matrix has no room yet.
+    assert sum(1 if piece.has_room else 3 for piece in pieces) <= (5 if name == "muon" else 4)
+    in_order = [item for piece in pieces for item in piece.sizes.items()]
+    assert dict(in_order) == {name: size for layer in layers for name, size in layer.items()} | end
+    assert [size for _, size in in_order] == sorted(size for _, size in in_order)
     # Temporary arrays of a piece, without the gradients that are gone, are those of the plan.
     gone = 0
     for piece in pieces:
-        passing = facts.at_once if piece.has_room else facts.passing_alone
-        assert passing * piece.nbytes - gone <= facts.passing * sum(layers[0].values())
+        alone = facts.passing_alone * piece.nbytes
+        ahead = min(facts.at_once * piece.nbytes, facts.ahead * piece.largest)
+        assert (ahead if piece.has_room else alone) - gone <= planned
         gone += piece.nbytes
 
 
 def test_replicas_that_exchange_weights_update_a_layer_at_a_time() -> None:
     layers = [{f"{i}.a": 6 << 20, f"{i}.b": 6 << 20} for i in range(8)]
     pieces = pieces_of(layers, [], OPTIMIZERS["sgd"], by_layer=True)
-    assert [piece.names for piece in pieces] == [list(layer) for layer in layers]
-    assert [piece.has_room for piece in pieces] == [False] + [True] * 7
+    # No two matrices have room at first: then the gradients of others have gone.
+    assert [list(piece.sizes) for piece in pieces] == [
+        *(["0.a"], ["0.b"]),
+        *([f"{i}.a", f"{i}.b"] for i in range(1, 8)),
+    ]
+    assert all(piece.has_room for piece in pieces)
 
 
 def test_a_stage_in_the_middle_waits_once_for_each_of_f_i_and_w(waits: list[int]) -> None:
