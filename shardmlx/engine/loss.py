@@ -15,7 +15,8 @@ micro-batch in flight, it would take more memory than pieces save.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,17 +65,54 @@ class _Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """The positions of a micro-batch that count, at least one: their ``numbers`` in the flattened
+    (rows, T), and 1 for each in ``weights``, which the first of none does not have. They are
+    computed in this ``order``, and no more than the first ``steep`` have a gradient."""
+
+    numbers: np.ndarray
+    weights: np.ndarray
+    order: np.ndarray
+    steep: int
+
+    @classmethod
+    def of(cls, microbatch: MicroBatch) -> Counted:
+        """Find them: all have a gradient, or with a loss of tokens those of which nothing shows
+        that they have none."""
+        counts = microbatch.counts.reshape(-1)
+        numbers = np.flatnonzero(counts).astype(np.int32)
+        if not len(numbers):
+            numbers = np.zeros(1, np.int32)
+        weights = counts[numbers].astype(np.float32)
+        terms = microbatch.terms
+        if terms is None:
+            return cls(numbers, weights, np.arange(len(numbers)), len(numbers))
+        is_flat = terms.loss.flat(terms)
+        return cls(numbers, weights, np.argsort(is_flat, kind="stable"), int((~is_flat).sum()))
+
+
+@dataclass(frozen=True, slots=True)
 class HeadInput:
     """Normed states (rows, T, D) of a micro-batch. ``scale`` is the gradient of the loss of the
     whole batch for one token's loss, or for that of one pair; ``key`` seeds dropout. ``factors``
     are the gradient of the batch's loss for the loss of each target that counts; None until all of
-    them are known."""
+    them are known. ``counted`` are the positions of the micro-batch that count."""
 
     states: mx.array
     microbatch: MicroBatch
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
     factors: np.ndarray | None = None
+    counted: Counted = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counted", Counted.of(self.microbatch))
+
+    def with_factors(self, factors: np.ndarray) -> HeadInput:
+        """Return the same with the factors of all targets."""
+        made = copy(self)
+        object.__setattr__(made, "factors", factors)
+        return made
 
 
 class Head:
@@ -129,14 +167,14 @@ class Head:
             self._losses(piece, how)
             for _, piece, how in self._pieces(given, factors, is_whole=is_whole)
         ]
-        result = self._result(losses, given.microbatch)
+        result = self._result(losses, given)
         mx.eval(result)
         return result
 
     def result_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array, HeadInput]:
         """Compute the result, the gradient of the batch's loss for the states, and the input of
         ``add_gradients``."""
-        order, steep = _order(given.microbatch)
+        order, steep = given.counted.order, given.counted.steep
         losses: list[mx.array] = []
         rows, length, width = given.states.shape
         gradients = [mx.zeros((0, width), given.states.dtype)]
@@ -154,7 +192,7 @@ class Head:
                 mx.eval(of_piece)  # so that the gradient takes the room of the logits
             losses.append(of_piece)
             gradients.append(gradient)
-        result = self._result(losses, given.microbatch)
+        result = self._result(losses, given)
         mx.eval(result, gradients[-1])
         counted = mx.concatenate(gradients)[: len(order)]
         order = order[: len(counted)]
@@ -163,10 +201,10 @@ class Head:
             factors = later
             # In float32: float16 has no room for the scale of the loss alone.
             counted = (counted * mx.array(later[order])[:, None]).astype(counted.dtype)
-        numbers = _numbers(given.microbatch)[order]
+        numbers = given.counted.numbers[order]
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
         gradient = whole.add(counted).reshape(rows, length, width)
-        return result, gradient, replace(given, factors=factors)
+        return result, gradient, given.with_factors(factors)
 
     def _losses(self, piece: _Chunk, how: Mapping[str, Any]) -> mx.array:
         """Compute the losses of a piece alone."""
@@ -185,7 +223,7 @@ class Head:
                 return (-given.scale * known).astype(np.float32)
             return np.ones(len(microbatch.terms.targets), np.float32)
         scale = given.scale if self._objective is None else 1.0
-        return np.float32(scale) * _is_counted(microbatch)
+        return np.float32(scale) * given.counted.weights
 
     def _later_factors(self, result: mx.array, given: HeadInput) -> np.ndarray | None:
         """Return the factors that depend on the result: the gradient of a token's loss is known
@@ -201,20 +239,20 @@ class Head:
         if self._objective is None:
             return None
         of_answers = -given.scale * self._objective.slopes(result, microbatch)
-        of_positions: np.ndarray = of_answers[_answers(microbatch)] * _is_counted(microbatch)
+        of_positions: np.ndarray = of_answers[_answers(given)] * given.counted.weights
         return of_positions.astype(np.float32)
 
-    def _result(self, losses: list[mx.array], microbatch: MicroBatch) -> mx.array:
+    def _result(self, losses: list[mx.array], given: HeadInput) -> mx.array:
         """Return the result of the losses of all pieces: of the counted targets, and padding."""
-        if microbatch.terms is not None:
-            order, _ = _order(microbatch)
-            places = mx.array(np.argsort(order))
+        if given.microbatch.terms is not None:
+            places = mx.array(np.argsort(given.counted.order))
             return -mx.concatenate(losses)[places]
-        counted = _is_counted(microbatch)
-        answers = _answers(microbatch)
+        counted = given.counted.weights
+        answers = np.zeros(0, np.int64)
         sums = mx.array(0.0)
         if self._objective is not None:
-            sums = mx.zeros((len(microbatch.row_numbers),))
+            answers = _answers(given)
+            sums = mx.zeros((len(given.microbatch.row_numbers),))
         start = 0
         for of_piece in losses:
             stop = start + len(of_piece)
@@ -230,11 +268,10 @@ class Head:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
         if not self.names:
             return
-        _, steep = _order(given.microbatch)
         factors = self._first_factors(given) if given.factors is None else given.factors
         weights = self._weights
         for start, piece, how in self._pieces(given, factors):
-            if start >= steep and self.names[0] in sums:
+            if start >= given.counted.steep and self.names[0] in sums:
                 break
             gradients = self._gradients_of(piece, weights, **how)
             for name in reversed(self.names):
@@ -250,12 +287,12 @@ class Head:
     def _pieces(
         self, given: HeadInput, factors: np.ndarray, *, is_whole: bool = False
     ) -> Iterator[tuple[int, _Chunk, dict[str, Any]]]:
-        """Yield the counted positions in pieces, in their ``_order``, with the ``factors`` of their
+        """Yield the counted positions in pieces, in their order, with the ``factors`` of their
         targets: each with the number of its first position, and the arguments of its dropout. With
         ``is_whole`` there is one piece with gradients, and one without."""
         microbatch = given.microbatch
-        order, steep = _order(microbatch)
-        numbers = _numbers(microbatch)[order]
+        order = given.counted.order
+        numbers = given.counted.numbers[order]
         factors = factors[order]
         if microbatch.terms is None:
             targets = microbatch.targets.reshape(-1)[numbers]
@@ -269,7 +306,7 @@ class Head:
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
         starts = [*range(0, len(numbers), size)]
         if is_whole:
-            starts = sorted({0, steep} - {len(numbers)})
+            starts = sorted({0, given.counted.steep} - {len(numbers)})
         for start, stop in pairwise([*starts, len(numbers)]):
             mine = slice(start, stop)
             piece = _Chunk(
@@ -318,33 +355,9 @@ class Head:
         return [gradient.astype(mx.float32) for gradient in gradients]
 
 
-def _numbers(microbatch: MicroBatch) -> np.ndarray:
-    """Return the numbers of the positions that count in the flattened (rows, T); at least one."""
-    numbers = np.flatnonzero(microbatch.counts).astype(np.int32)
-    return numbers if len(numbers) else np.zeros(1, np.int32)
-
-
-def _order(microbatch: MicroBatch) -> tuple[np.ndarray, int]:
-    """Return the order in which these positions are computed, and how many of them, the first, may
-    have a gradient: all, or with a loss of tokens those of which nothing shows that they have
-    none."""
-    terms = microbatch.terms
-    if terms is None:
-        count = len(_numbers(microbatch))
-        return np.arange(count), count
-    is_flat = terms.loss.flat(terms)
-    return np.argsort(is_flat, kind="stable"), int((~is_flat).sum())
-
-
-def _is_counted(microbatch: MicroBatch) -> np.ndarray:
-    """Return 1 for each of these positions that counts, which the first of none does not."""
-    counted: np.ndarray = microbatch.counts.reshape(-1)[_numbers(microbatch)]
-    return counted.astype(np.float32)
-
-
-def _answers(microbatch: MicroBatch) -> np.ndarray:
-    """Return the answer of each of these positions."""
-    answers: np.ndarray = microbatch.answer_of.reshape(-1)[_numbers(microbatch)]
+def _answers(given: HeadInput) -> np.ndarray:
+    """Return the answer of each position that counts."""
+    answers: np.ndarray = given.microbatch.answer_of.reshape(-1)[given.counted.numbers]
     return answers
 
 

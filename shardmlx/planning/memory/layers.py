@@ -206,8 +206,9 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
         outputs -= tokens * setup.shape.hidden_size  # attention and MLP have one gradient
 
     # Layers share an unchanged input. An adapter makes a float32 copy for dropout, or of an input
-    # of another type; a compiled stage makes one copy for all its adapters.
-    is_compiled = setup.backend != "cpu"
+    # of another type; a compiled stage makes one copy for all its adapters. Stages are not compiled
+    # on a CPU, nor with divided weights.
+    is_compiled = setup.backend != "cpu" and not setup.divides_weights
     converts = size != FLOAT32 and not is_compiled
     sources = {each.source: each.elements[0] for each in trained}
     inputs = tokens * sum(sources.values())

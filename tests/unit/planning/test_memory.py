@@ -154,6 +154,23 @@ WIDE = CONFIG | {
 }
 
 
+@pytest.mark.parametrize(
+    ("backend", "zero", "copies"), [("metal", 0, 4), ("metal", 3, 7), ("cpu", 0, 7), ("cpu", 3, 7)]
+)
+def test_compiled_adapters_share_a_float32_copy_of_their_input(
+    backend: str, zero: int, copies: int
+) -> None:
+    """Four of seven inputs differ. Stages with divided weights are not compiled."""
+    made = setup(dtype="bfloat16", backend=backend, dp=2, fine_tune_type="lora", zero=zero)
+    held = {each.name: each for each in layer_arrays(made, made.shape.layer(0))}
+    inputs = held["inputs of trained linear layers"]
+    widths = [each.elements[0] for _, each in made.shape.layer(0).linears]
+    sources = {each.source: each.elements[0] for _, each in made.shape.layer(0).linears}
+    assert (len(widths), len(sources)) == (7, 4)
+    counted = sum(widths) if copies == 7 else sum(sources.values())
+    assert inputs.nbytes == 4 * made.tokens * counted
+
+
 def attention_gib(length: int) -> float:
     """Memory of one attention and its gradient, of 32 heads of 128 and 8 of keys, in bfloat16."""
     made = setup(read_shape(WIDE), length=length, dtype="bfloat16")
