@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from testbed.hosts import Lab, hosts
-from testbed.jobs import Job
+from testbed.jobs import Job, Running
 from testbed.runs import events, in_file
 from tests.helpers.loaded_runs import train_alone
 from tests.helpers.mpirun import mpirun
@@ -121,6 +122,35 @@ def test_of_three_hosts_one_is_a_spare_and_takes_the_place_of_the_one_that_goes(
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
         check_losses(home / "metrics", expected)
+
+
+def test_where_launch_sees_no_checkpoint_a_run_that_must_not_resume_goes_on_from_its_own(
+    small: Path, pirate: Path, expected: list[float], tmp_path: Path
+) -> None:
+    """Launch runs on mac3, whose disk has nothing of the run: rank 0 is on mac1."""
+    with hosts(tmp_path, 3) as lab:
+        home = lab.home("mac1")
+        furnish(home, small, pirate)
+        for host in ("mac1", "mac3"):  # rank 0 reads it, too
+            (lab.home(host).parent / "two").write_text("mac1 slots=1\nmac2 slots=1\n")
+        command = lab.command(
+            "mac3",
+            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", "/tmp/two"),
+            *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--resume", "never"),
+            *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "2"),
+        )
+        with Running(command) as running:
+            running.until((home / "checkpoints" / "step-0000004" / "COMMITTED").exists)
+            running.kill_rank(1, signal.SIGKILL)
+            assert running.wait(120) == 0, running.job().output
+            job = running.job()
+        starts = [line for line in job.stdout.splitlines() if line.startswith("$ ")]
+        assert ["--resume auto" in line for line in starts] == [False, True]
+        (resumed,) = events(home / "metrics", "resume")
+        assert resumed["step"] >= SAVED_EVERY
+        check_losses(home / "metrics", expected)
+        assert not (lab.home("mac3") / "checkpoints").exists()
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
