@@ -157,8 +157,7 @@ def refuse_other_keys(
     known: Collection[str],
     where: str,
     passes: Collection[str] = (),
-    neutral: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> None:
     """Raise ``ApiError`` as ``refuse_unknown``, for an object of which these keys are ``known``."""
     extra = {name: value for name, value in given.items() if name not in known}
-    refuse_unknown(extra, where, passes, neutral)
+    refuse_unknown(extra, where, passes)

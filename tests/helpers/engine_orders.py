@@ -105,15 +105,20 @@ CELLS = [
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Try orders of each cell; return 1 if one has other bits, or does not end."""
+def read_orders(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return which orders of which cells a program is to try; ``doc`` is the module's."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--orders", type=int, default=200, help="of each cell")
     parser.add_argument("--first", type=int, default=0, help="seed of the first order")
     parser.add_argument("--cell", help="name of the only cell to try")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try orders of each cell; return 1 if one has other bits, or does not end."""
+    options = read_orders(__doc__, arguments)
     faults = 0
     for cell in CELLS:
         if options.cell not in (None, str(cell)):

@@ -11,7 +11,6 @@ comes first depends on the machine, too: a seed makes similar orders, and not th
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import json
@@ -33,7 +32,7 @@ from shardmlx.models.runtime.slice import Slice, Sum
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.mesh import Mesh
 from testbed.tiny_models import build, tiny_config
-from tests.helpers.engine_orders import STAGES, bits_of
+from tests.helpers.engine_orders import STAGES, bits_of, read_orders
 from tests.helpers.models_and_batches import Layout, random_batch
 from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import close_pools, run_in_pool
@@ -169,13 +168,7 @@ def faults_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try orders of each cell; return 1 if one has other bits. Raises if one does not end."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--orders", type=int, default=200, help="of each cell")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first order")
-    parser.add_argument("--cell", help="name of the only cell to try")
-    options = parser.parse_args(arguments)
+    options = read_orders(__doc__, arguments)
     differs = False
     for cell in CELLS:
         if options.cell not in (None, str(cell)):

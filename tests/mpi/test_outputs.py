@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mlx_lm import load
-from mlx_lm.tuner.datasets import CacheDataset, load_dataset
-from mlx_lm.tuner.trainer import evaluate
 
 from testbed.jobs import Job
 from testbed.runs import events, in_file
+from tests.helpers.mlx_lm_losses import loss_in_mlx_lm
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import train_well
 from tests.helpers.shown import lacking
@@ -62,15 +59,6 @@ def final_loss(directory: Path, name: str) -> float:
     (event,) = events(directory / f"{name}.jsonl", "test")
     loss: float = event["loss"]
     return loss
-
-
-def loss_in_mlx_lm(model: Path, adapters: Path | None, data: Path) -> float:
-    """Of the test set, as mlx-lm loads the model and computes it in one process."""
-    loaded, tokenizer = load(str(model), adapter_path=adapters and str(adapters))
-    options = SimpleNamespace(data=str(data), train=False, test=True)
-    _, _, test = load_dataset(options, tokenizer)
-    loss = evaluate(loaded, CacheDataset(test), batch_size=4, num_batches=-1, max_seq_length=64)
-    return float(loss)
 
 
 @pytest.mark.parametrize(("name", "start"), [("full", "small"), ("tied", "small_tied")])

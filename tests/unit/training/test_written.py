@@ -8,14 +8,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import load
-from mlx_lm.tuner.datasets import CacheDataset, load_dataset
-from mlx_lm.tuner.trainer import evaluate
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
@@ -23,6 +19,7 @@ from shardmlx.training.command import train_model
 from testbed.jobs import ROOT
 from testbed.runs import events
 from tests.helpers.local_transport import alone
+from tests.helpers.mlx_lm_losses import loss_in_mlx_lm
 from tests.helpers.models_and_batches import load_arrays
 
 Options = dict[str, Any]
@@ -66,15 +63,6 @@ def runs(pirate: Path, small: Path, tmp_path_factory: pytest.TempPathFactory) ->
     runs = Runs(tmp_path_factory.mktemp("written"), pirate)
     runs.train("lora", small, TRAINED)
     return runs
-
-
-def loss_in_mlx_lm(model: Path, adapters: Path | None, data: Path) -> float:
-    """Of the test set, as mlx-lm loads the model and computes it."""
-    loaded, tokenizer = load(str(model), adapter_path=adapters and str(adapters))
-    options = SimpleNamespace(data=str(data), train=False, test=True)
-    _, _, test = load_dataset(options, tokenizer)
-    loss = evaluate(loaded, CacheDataset(test), batch_size=4, num_batches=-1, max_seq_length=64)
-    return float(loss)
 
 
 def test_adapters_have_the_names_and_files_of_mlx_lm(runs: Runs) -> None:
