@@ -32,7 +32,6 @@ TABLE: tuple[Benchmark, ...] = (
     generation.GENERATION,
     quoting.QUOTING_TASKS,
     prediction.PREDICTION,
-    prediction.OF_PEAKS,
     same_curve.SAME_CURVE,
     own_loop.OWN_LOOP,
     growth.GROWTH,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
-from typing import Any
 
 from scripts.bench.benchmark import Bench, Benchmark, beside, run
 from scripts.bench.trained import (
@@ -19,8 +17,7 @@ from scripts.bench.trained import (
     trained,
 )
 from shardmlx.common.units import MIB
-from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.specs import FULL, NONE, RECOMPUTE
+from shardmlx.config.specs import NONE
 from shardmlx.pipeline.schedules import SCHEDULES
 from testbed.jobs import ranks_command
 
@@ -38,11 +35,6 @@ class Work:
     length: int
     batch_size: int
     micro_batch_size: int
-    vocabulary: int = 0
-    """Size of the vocabulary, where it is not the model's own."""
-    recompute: str = NONE
-    chunk: str = AUTO
-    """Pieces of attention and of the loss: auto or off."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -50,8 +42,7 @@ class Work:
         return {
             "fine_tune_type": self.fine_tune_type, "num_layers": -1, "optimizer": "adamw",
             "batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size,
-            "max_seq_length": self.length + 1, "recompute": self.recompute,
-            "attention_chunk": self.chunk, "loss_chunk": self.chunk,
+            "max_seq_length": self.length + 1, "recompute": NONE,
         }  # fmt: skip
 
 
@@ -75,30 +66,11 @@ WORKS = [
     Work("wide", "full", 256, 16, 2),
 ]
 
-PEAKS = [
-    Work("wide", tune, length, 4, 1, vocabulary, again, AUTO)
-    for length, vocabulary, tune, again in product(
-        (512, 2048, 4096), (1024, 49152), ("lora", "full"), RECOMPUTE
-    )
-] + [
-    Work("wide", tune, length, 4, 1, vocabulary, again, OFF)
-    for length, vocabulary, tune, again in product(
-        (512, 2048), (1024, 49152), ("lora", "full"), (NONE, FULL)
-    )
-]
 
-
-def measure(
-    bench: Bench,
-    work: Work,
-    schedule: str,
-    options: dict[str, object],
-    steps: int = STEPS,
-    window: int = WINDOW,
-) -> Result:
+def measure(bench: Bench, work: Work, schedule: str, options: dict[str, object]) -> Result:
     """Return what a run took, and what it predicted of itself."""
     how: dict[str, object] = {"schedule": schedule, "pipeline_stages": 2, "val_batches": 0}
-    how |= {"iters": steps, "steps_per_report": window}
+    how |= {"iters": STEPS, "steps_per_report": WINDOW}
     told = trained(bench, "run", {**work.options, **how, **options})
     seconds = [event["step_seconds"] for event in of_kind(told, "train")]
     summary = told[-1]
@@ -142,20 +114,6 @@ def peak_cells(result: Result) -> list[str]:
     ]
 
 
-def peak_line(result: Result) -> tuple[str, ...]:
-    """Return a row of the table of peaks."""
-    work = result.work
-    return (
-        str(work.length),
-        str(work.vocabulary),
-        work.fine_tune_type,
-        work.recompute,
-        work.chunk,
-        *peak_cells(result),
-        f"{result.step_seconds:.2f} s",
-    )
-
-
 RANKS = ("rank 0 predicted", "measured", "error", "rank 1 predicted", "measured", "error")
 
 
@@ -191,30 +149,4 @@ def prediction(bench: Bench) -> None:
     bench.show("Predicted and measured", header, list(map(line, results)))
 
 
-def peaks(bench: Bench) -> None:
-    """How far predictions of memory are from what is measured: by length, vocabulary and pieces.
-
-    The 8-layer model in equal halves, 1F1B, by length, vocabulary, what is computed again, and
-    whether attention and loss are computed in pieces. Predictions are made without a profile.
-    """
-    data = make_long_rows(bench.directory / "data", characters=40_000)
-    results = []
-    for work in PEAKS:
-        tune = f"{work.fine_tune_type} {work.recompute} {work.chunk}"
-        if bench.wants(f"T{work.length} V{work.vocabulary} {tune}"):
-            model = bench.path(f"wide-{work.vocabulary}")
-            if not model.exists():
-                sizes: dict[str, Any] = {"max_position_embeddings": 8192}
-                make_wide(model, vocab_size=work.vocabulary, **sizes)
-            how: dict[str, object] = {"model": model, "data": data, "partitioner": "uniform"}
-            results.append(measure(bench, work, "1f1b", how, steps=2, window=1))
-            bench.say("  ".join(peak_line(results[-1])))
-            if bench.quick:
-                break
-    bench.keep(results=list(map(asdict, results)))
-    header = ("tokens", "vocabulary", "tuning", "recompute", "pieces", *RANKS, "step")
-    bench.show("Predicted and measured peaks", header, list(map(peak_line, results)))
-
-
 PREDICTION = Benchmark("prediction", prediction, needs=[demo_lacks])
-OF_PEAKS = Benchmark("peaks", peaks, needs=[demo_lacks])

@@ -37,8 +37,8 @@ WIDE: dict[str, Any] = {
 TINY = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
 """Changes to it with which it runs soon."""
 
-ROWS = 64
-"""Rows of the data that are made."""
+ROWS, CHARACTERS = 64, 12_000
+"""Rows of the data that are made, and of each."""
 
 NEVER = 10**9
 """Steps until something that is not to happen in a run."""
@@ -74,12 +74,12 @@ def make_wide(directory: Path, **changes: Any) -> Path:
     return with_tokenizer(directory, config, tokenizer_directory(words, PIRATE, vocabulary))
 
 
-def make_long_rows(directory: Path, characters: int = 12000) -> Path:
+def make_long_rows(directory: Path) -> Path:
     """Write data with rows longer than any --max-seq-length here: cut, all have one length."""
     lines = (PIRATE / "train.jsonl").read_text().splitlines()
     text = " ".join(json.loads(line)["messages"][-1]["content"] for line in lines)
-    text *= -(-(characters + 100 * ROWS) // len(text))
-    made = [{"text": text[100 * i : 100 * i + characters]} for i in range(ROWS)]
+    text *= -(-(CHARACTERS + 100 * ROWS) // len(text))
+    made = [{"text": text[100 * i : 100 * i + CHARACTERS]} for i in range(ROWS)]
     return Path(write(directory, train=made, valid=made))
 
 
