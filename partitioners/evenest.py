@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import lt
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardmlx.partitioners.problem import Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -16,16 +21,25 @@ from shardmlx.pipeline.stage_map import Partition, StageMap
 HALVINGS = 6
 """Halvings of the largest load of equal stages, on the way to one that is hardly too large."""
 
-_Squares = tuple[float, tuple[int, ...]]
-"""Sum of squared loads, and bounds, last first and negated: the least starts late."""
 
 StageLoad = Callable[[int, int, int], float]
 """Load of a stage with layers start to stop, by (stage, start, stop); it grows with the layers."""
 
 
+class StageLoads(Protocol):
+    """Loads of stages, which grow with the layers."""
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        """Return the load of a stage with layers ``start`` to ``stop``."""
+
+    def of(self, stage: int, starts: range, stops: range) -> NDArray[Any]:
+        """Return the loads of a stage by [start, stop]: any where it has no layer."""
+
+
 def uniform(problem: Problem) -> StageMap:
     """Make numbers of layers as even as possible; earlier stages take the remainder."""
-    even = evenest(problem.num_layers, problem.num_stages, lambda stage, start, stop: stop - start)
+    upto = np.arange(problem.num_layers + 1)
+    even = evenest(problem.num_layers, problem.num_stages, _Sums([upto] * problem.num_stages))
     return problem.stage_map(even)
 
 
@@ -45,15 +59,29 @@ def balanced(problem: Problem) -> StageMap:
         weights.append(exact)
     scale = max(weight.denominator for exact in weights for weight in exact)
     upto = [list(accumulate((int(each * scale) for each in exact), initial=0)) for exact in weights]
-    of_stage = [upto[rank] for rank in problem.placement]
-
-    def load(stage: int, start: int, stop: int) -> int:
-        return of_stage[stage][stop] - of_stage[stage][start]
-
-    return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))
+    sums = [np.array(each, object) for each in upto]
+    loads = _Sums([sums[rank] for rank in problem.placement])
+    return problem.stage_map(evenest(problem.num_layers, problem.num_stages, loads))
 
 
-def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Loads that are sums over layers: ``upto[stage]`` has those of the layers below each."""
+
+    upto: Sequence[NDArray[Any]]
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        upto = self.upto[stage]
+        load: float = upto[stop] - upto[start]
+        return load
+
+    def of(self, stage: int, starts: range, stops: range) -> NDArray[Any]:
+        upto = self.upto[stage]
+        loads: NDArray[Any] = upto[stops] - upto[starts][:, None]
+        return loads
+
+
+def evenest(num_layers: int, num_stages: int, load: StageLoads) -> Partition:
     """Minimise, exactly, the largest ``load`` of a stage.
 
     Among equal partitions the one with the least sum of squared loads wins, so that the other
@@ -69,20 +97,38 @@ def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
     each = zip(first, known, last, strict=True)
     windows = [range(min(bounds), max(bounds) + 1) for bounds in each]
 
-    limit = _bottleneck(windows, load, limit)
-    best: dict[int, _Squares] = {0: (0, (0,))}  # for layers < stop in the stages so far
-    for stage, stops in enumerate(windows[1:]):
-        longer = {}
-        for stop in stops:
-            candidates = []
-            for start, weight in _within(limit, load, stage, stop, best):
-                total, bounds = best[start]
-                candidates.append((total + weight * weight, (-stop, *bounds)))
-            if candidates:
-                longer[stop] = min(candidates)
-        best = longer
-    _, bounds = best[num_layers]
-    return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
+    loads = []
+    allowed = []
+    for stage, (starts, stops) in enumerate(pairwise(windows)):
+        of_stage = load.of(stage, starts, stops)
+        has_layers = np.array(starts)[:, None] < np.array(stops)
+        loads.append(of_stage)
+        allowed.append(has_layers & (of_stage <= limit))
+    begins = np.array(windows[0]) == 0
+    limit = _bottleneck(loads, allowed, begins)
+    reached = begins
+    best = np.zeros(len(begins), loads[0].dtype)  # the least sum of squares, by the layers so far
+    origins = []
+    for of_stage, may in zip(loads, allowed, strict=True):
+        leads_on = may & (of_stage <= limit) & reached[:, None]
+        squares = np.where(leads_on, best[:, None] + of_stage * of_stage, math.inf)
+        # Of equal sums the last has stages that start late.
+        origin = len(squares) - 1 - squares[::-1].argmin(axis=0)
+        reached = leads_on.any(axis=0)
+        best = np.where(reached, squares[origin, range(len(origin))], 0)
+        origins.append(origin)
+    return _traced_back(windows, origins)
+
+
+def _traced_back(windows: Sequence[range], origins: Sequence[NDArray[np.intp]]) -> Partition:
+    """Return the partition whose last stage ends last; ``origins`` say by the place of an end in
+    its window at which place of the window before it the stage starts."""
+    place = len(windows[-1]) - 1
+    bounds = [windows[-1][place]]
+    for window, origin in zip(windows[-2::-1], reversed(origins), strict=True):
+        place = int(origin[place])
+        bounds.append(window[place])
+    return Partition(tuple(pairwise(reversed(bounds))))
 
 
 def _good_bounds(num_layers: int, num_stages: int, load: StageLoad) -> list[int]:
@@ -133,27 +179,13 @@ def _load_from(load: StageLoad, stage: int, stop: int, start: int) -> float:
     return load(stage, start, stop)
 
 
-def _bottleneck(windows: Sequence[range], load: StageLoad, limit: float) -> float:
-    """Return the largest load of a stage, as small as it can be; one within the limit is."""
-    least = {0: -math.inf}  # for layers < stop in the stages so far
-    for stage, stops in enumerate(windows[1:]):
-        longer = {}
-        for stop in stops:
-            loads = _within(limit, load, stage, stop, least)
-            largest = [max(least[start], weight) for start, weight in loads]
-            if largest:
-                longer[stop] = min(largest)
-        least = longer
-    return least[windows[-1][-1]]
-
-
-def _within(
-    limit: float, load: StageLoad, stage: int, stop: int, starts: Iterable[int]
-) -> Iterator[tuple[int, float]]:
-    """Yield where a stage that ends at ``stop`` may begin, of the ``starts``, and its load, which
-    is within the limit."""
-    for start in starts:
-        if start < stop:
-            weight = load(stage, start, stop)
-            if weight <= limit:
-                yield start, weight
+def _bottleneck(
+    loads: Sequence[NDArray[Any]], allowed: Sequence[NDArray[np.bool_]], begins: NDArray[np.bool_]
+) -> float:
+    """Return the largest load of a stage, as small as it can be with the allowed ones."""
+    least: NDArray[Any] = np.where(begins, -math.inf, math.inf)  # by the layers so far
+    for of_stage, may in zip(loads, allowed, strict=True):
+        largest = np.maximum(least[:, None], of_stage)
+        least = np.where(may, largest, math.inf).min(axis=0)
+    bottleneck: float = least[-1]
+    return bottleneck

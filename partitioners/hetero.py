@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
-from shardmlx.partitioners.problem import LayerCosts, Problem
+from shardmlx.partitioners.problem import Array, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 MAX_PLACINGS = 10_240
@@ -37,8 +37,6 @@ kinds, or 140 of two."""
 
 _ROUNDING = 1e-12
 """Relative difference below which sums are equal."""
-
-Array = NDArray[np.float64]
 
 Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""

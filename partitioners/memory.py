@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.errors import UserError
 from shardmlx.partitioners.evenest import evenest
-from shardmlx.partitioners.problem import Problem
+from shardmlx.partitioners.problem import Array, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
@@ -39,16 +41,33 @@ def evenly_full(problem: Problem) -> Partition:
     which keeps gradients from I to W. It counts as much as that one, since more layers must not be
     lighter.
     """
-    above = problem.first_trained + 1
-    budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
+    return evenest(problem.num_layers, problem.num_stages, _Fullness(problem))
 
-    def load(stage: int, start: int, stop: int) -> float:
-        held = problem.held(stage, start, stop)
-        if start < above < stop:
-            held = max(held, problem.held(stage, above, stop))
-        return held / budgets[stage]
 
-    return evenest(problem.num_layers, problem.num_stages, load)
+class _Fullness:
+    """The share of its part of a machine that each stage holds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._above = problem.first_trained + 1
+        self._budgets = [
+            problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement
+        ]
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        held = self._problem.held(stage, start, stop)
+        if start < self._above < stop:
+            held = max(held, self._problem.held(stage, self._above, stop))
+        return held / self._budgets[stage]
+
+    def of(self, stage: int, starts: range, stops: range) -> Array:
+        above = self._above
+        held = self._problem.held_by_range(stage, starts, stops)
+        if starts[0] < above < stops[-1]:
+            of_above = self._problem.held_by_range(stage, range(above, above + 1), stops)
+            passes = (np.array(starts)[:, None] < above) & (above < np.array(stops))
+            held = np.where(passes, np.maximum(held, of_above), held)
+        return held / self._budgets[stage]
 
 
 class DoesNotFitError(UserError):

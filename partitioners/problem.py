@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.stage_map import Partition, StageMap
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,14 @@ class LayerCosts:
         """Return the cost of layers ``start`` to ``stop`` as a stage, with its ends."""
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
         return math.fsum((*self.layers[start:stop], *ends))
+
+
+@runtime_checkable
+class PeakTables(Protocol):
+    """Peak bytes of stages that can be had many at a time."""
+
+    def table(self, stage: int, starts: range, stops: range) -> Array:
+        """Return the peaks of a stage by [start, stop]: any where it has no layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,18 @@ class Problem:
         if self.peak is None:
             return self.sizes.total(start, stop)
         return self.peak(stage, start, stop)
+
+    def held_by_range(self, stage: int, starts: range, stops: range) -> Array:
+        """Return what ``held`` does by [start, stop]: any where a stage has no layer."""
+        if isinstance(self.peak, PeakTables):
+            return self.peak.table(stage, starts, stops)
+        return np.array(
+            [
+                [self.held(stage, start, stop) if start < stop else 0.0 for stop in stops]
+                for start in starts
+            ],
+            np.float64,
+        )
 
     def round_trip(self, a: int, b: int) -> float:
         """Return the seconds of a micro-batch's messages from rank a to b and back."""

@@ -12,7 +12,7 @@ from shardmlx.api.requests import ForwardBackward, LossRow
 from shardmlx.engine.batches import MicroBatch, padded_width
 from shardmlx.engine.token_losses import TokenLoss, TokenTerms
 from shardmlx.models.runtime.packed_positions import PackedPositions
-from shardmlx.planning.choice import SET_UP_TOKENS
+from shardmlx.planning.least_seconds import SET_UP_TOKENS
 
 LARGER = 1.05
 """Times as long that a request may take by itself with larger micro-batches: its bubble is longer,

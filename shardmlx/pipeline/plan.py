@@ -80,6 +80,11 @@ class Plan:
         return self.grid(self.runs * self.microbatches)
 
     @property
+    def unproved_actions(self) -> Grid:
+        """What ``actions`` are, without a proof, for the memory of a plan among many."""
+        return self.unproved_grid(self.runs * self.microbatches)
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """Rows of each replica."""
         return self.replica_rows or (self.rows,) * self.mesh.dp

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,22 +21,18 @@ from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError, NoOrderFitsError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.facts.cluster import Cluster, pipeline_seconds
+from shardmlx.planning.facts.cluster import Cluster
 from shardmlx.planning.facts.plan_facts import CLOSE, PlanFacts
 from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares
-from shardmlx.planning.layout import divide_batch, lay_out
+from shardmlx.planning.layout import lay_out
+from shardmlx.planning.least_seconds import bounded_alike, least_seconds, set_up_tokens
 from shardmlx.planning.memory.limits import PlannedMemory
 from shardmlx.planning.time.predict import Prediction, planned_memory, predict, predict_seconds
 from shardmlx.planning.ways import complexity, size_of, ways
 
 CLEARLY = 1.1
 """Times as fast that a step must be for other machines, or estimated sums, to be worth it."""
-
-SET_UP_TOKENS = 24
-"""Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
-each operation is started. Counted on an x86 core in float32; going by its data sheet an M1 Pro
-reads 16-bit weights while it computes 26 tokens, an M4 Max 31."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +138,7 @@ def fit(way: RunSpec, facts: PlanFacts) -> Fit:
 
 def _timed(fitting: Fit, facts: PlanFacts) -> Assessment:
     plan = fitting.plan
-    length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_rows, facts)
+    length = facts.lengths.mean(plan.pack) + set_up_tokens(plan.micro_batch_rows, facts)
     seconds = predict_seconds(plan, facts.work(fitting.way), facts.cluster, length)
     return Assessment(way=fitting.way, plan=plan, memory=fitting.memory, seconds=seconds)
 
@@ -159,11 +155,6 @@ def _memory(plan: Plan, workload: Workload, facts: PlanFacts) -> tuple[PlannedMe
         beside = sum(facts.nbytes_beside(*ranges[stage]) for stage in plan.stages_of(rank))
         found.append(each if replica else each + PlannedMemory(beside, beside))
     return tuple(found)
-
-
-def _set_up(rows: int, facts: PlanFacts) -> int:
-    """Return the tokens a row that set-up of ``rows`` costs; measured times have it in them."""
-    return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
 
 
 Advance = Callable[[int, int], None]
@@ -268,6 +259,7 @@ class _Search:
         self.tightest: dict[tuple[int | None, bool], RunSpec] = {}
         self._sizes: dict[tuple[object, ...], list[int]] = {}
         self._fitted: dict[int, Fit | UserError] = {}
+        self._fitting: list[RunSpec] = []
         for place, way in enumerate(ways):
             best = self.tightest.setdefault(_group(way), way)
             if _tightness(way) > _tightness(best):
@@ -287,12 +279,16 @@ class _Search:
     def most_promising_first(self) -> list[tuple[float, int]]:
         """Return (lower bound of a step's seconds, place) of each way, last resorts last."""
         bounds: dict[tuple[object, ...], float] = {}
+        so_far: dict[tuple[object, ...], float] = {}
         pairs = []
         for place, way in enumerate(self.ways):
-            key = (*_alike(way), way.batch.recompute)
+            key = bounded_alike(way, self._facts)
             if key not in bounds:
-                bounds[key] = self._least_seconds(way)
-            pairs.append((bounds[key], place))
+                bounds[key] = least_seconds(way, self._facts)
+            # What computes more again is not faster: ways alike stay in their order.
+            group = (*_alike(way), _is_last_resort(way))
+            so_far[group] = max(so_far.get(group, 0.0), bounds[key])
+            pairs.append((so_far[group], place))
         return sorted(pairs, key=lambda pair: (_is_last_resort(self.ways[pair[1]]), *pair))
 
     def look(self, place: int) -> None:
@@ -319,6 +315,9 @@ class _Search:
         return self._room[group]
 
     def _lacks_memory(self, place: int) -> bool:
+        """Return whether a way lacks memory. One has enough if one like it that holds more has."""
+        if place not in self._fitted and _holds_less(self.ways[place], self._fitting):
+            return False
         return isinstance(self._result(place), DoesNotFitError)
 
     def _result(self, place: int) -> Fit | UserError:
@@ -326,6 +325,7 @@ class _Search:
         if place not in self._fitted:
             try:
                 self._fitted[place] = fit(self.ways[place], self._facts)
+                self._fitting.append(self.ways[place])
             except UserError as error:
                 self._fitted[place] = error
                 self.failures.append(error)
@@ -355,22 +355,7 @@ class _Search:
         fitting = [each.way for each in self.found.values()]
         if _is_last_resort(way) and not all(map(_is_last_resort, fitting)):
             return True
-        return any(
-            all(theirs <= ours for theirs, ours in zip(_thrift(other), _thrift(way), strict=True))
-            for other in fitting
-            if _alike(other) == _alike(way)
-        )
-
-    def _least_seconds(self, way: RunSpec) -> float:
-        """Return the seconds of a step in which all machines are always busy."""
-        facts = self._facts
-        batch = way.batch
-        mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
-        rows, size = divide_batch(way, mesh)
-        length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
-        models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
-        wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
-        return rows / size / sum(1 / whole for whole in wholes)
+        return _holds_less(way, fitting)
 
 
 def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
@@ -395,6 +380,15 @@ def _alike(way: RunSpec) -> tuple[object, ...]:
     return (
         *(layout.pipeline_stages, layout.schedule),
         *(batch.pack, size_of(way), batch.loss_chunk),
+    )
+
+
+def _holds_less(way: RunSpec, others: Iterable[RunSpec]) -> bool:
+    """Return whether one of the others is like a way, and holds as much or more."""
+    return any(
+        all(theirs <= ours for theirs, ours in zip(_thrift(other), _thrift(way), strict=True))
+        for other in others
+        if _alike(other) == _alike(way)
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
+from shardmlx.partitioners.problem import Array
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.memory.generation import GenerationSetup, beside_weights
@@ -58,8 +59,9 @@ class PeaksOfStages:
     """The peaks of the stages of a plan, were each alone on its rank, for any stage's memory."""
 
     def __init__(self, plan: Plan) -> None:
+        actions = plan.unproved_actions
         self._stages = [
-            PeakOfActions([action for action in plan.actions[rank] if action.stage == stage])
+            PeakOfActions([action for action in actions[rank] if action.stage == stage])
             for stage, rank in enumerate(plan.stage_map.placement)
         ]
         self._stacked: dict[tuple[bool, ...], tuple[NDArray[np.int64], list[int]]] = {}
@@ -91,7 +93,7 @@ class PeaksOfStages:
 @lru_cache(maxsize=256)
 def peaks_of_ranks(plan: Plan) -> tuple[PeakOfActions, ...]:
     """Return the peak of each pipeline rank."""
-    return tuple(map(PeakOfActions, plan.actions))
+    return tuple(map(PeakOfActions, plan.unproved_actions))
 
 
 @lru_cache(maxsize=256)
@@ -118,68 +120,69 @@ def _resident(stages: Sequence[StageMemory], setup: TrainingSetup) -> int:
     return resident
 
 
-class Alike(NamedTuple):
-    """A stage that is like the first one with its ``number``, with so many ``more`` bytes."""
+class StagesAlike(NamedTuple):
+    """The stages of a model by [start, stop]: those with equal ``numbers`` are like the one of the
+    ``first`` layers with that number, with so many ``more`` bytes."""
 
-    number: int
-    more: float
+    numbers: NDArray[np.intp]
+    more: Array
+    first: list[tuple[int, int]]
+
+
+@lru_cache(maxsize=64)
+def _stages_alike(
+    pattern: tuple[int, ...],
+    sizes: tuple[float, ...],
+    first_trained: tuple[int, int],
+    divides_weights: bool,
+) -> StagesAlike:
+    """Return which stages are alike: those with as many layers of each kind that have a backward
+    pass, and that are trained from the ``first_trained`` of both on, but for the bytes of their
+    weights, unless these are divided."""
+    layers = len(pattern)
+    start, stop = np.triu_indices(layers + 1, 1)
+    upto = np.array(list(accumulate(sizes, initial=0.0)))
+    nbytes = upto[stop] - upto[start]
+    first, first_layer = first_trained
+    lowest = np.clip(first, start, stop)
+    lowest_layer = np.clip(first_layer, start, stop)
+    # Hidden states pass the larger layers above, too: those below do not count then.
+    counts_below = divides_weights | (lowest == stop)
+    counted = [start == 0, stop == layers, start > first, counts_below, nbytes * divides_weights]
+    for kind in set(pattern):
+        below = np.array(list(accumulate((each == kind for each in pattern), initial=0)))
+        counted.append((below[lowest] - below[start]) * counts_below)
+        counted.append(below[stop] - below[lowest])
+        counted.append(below[stop] - below[lowest_layer])
+    table = np.array(counted, np.float64).T
+    _, places, number = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    number = number.reshape(-1)
+    numbers = np.zeros((layers + 1,) * 2, np.intp)
+    numbers[start, stop] = number
+    more = np.zeros((layers + 1,) * 2)
+    more[start, stop] = nbytes - nbytes[places][number]
+    return StagesAlike(numbers, more, [(int(start[i]), int(stop[i])) for i in places])
 
 
 class MemoryOfLayers:
-    """The memory of stages of any layers of a model.
-
-    Stages with as many layers of each kind that have a backward pass are alike, but for the bytes
-    of their weights, and are counted once.
-    """
+    """The memory of stages of any layers of a model; those ``alike`` are counted once."""
 
     def __init__(self, setup: TrainingSetup) -> None:
+        work = setup.workload
         self._setup = setup
-        self._upto = list(accumulate(setup.workload.weight_sizes.layers, initial=0.0))
-        pattern = setup.shape.pattern
-        self._below = [  # number of layers of each kind below a layer
-            list(accumulate((each == kind for each in pattern), initial=0))
-            for kind in range(len(setup.shape.kinds))
-        ]
-        self._known: dict[tuple[int, int], Alike] = {}
-        self._numbers: dict[tuple[Hashable, ...], int] = {}
-        self._first: list[tuple[StageMemory, float]] = []
-
-    def alike(self, start: int, stop: int) -> Alike:
-        """Return what a stage of layers ``start`` to ``stop`` is like."""
-        known = self._known.get((start, stop))
-        if known is None:
-            known = self._known[start, stop] = self._find(start, stop)
-        return known
-
-    def memory(self, number: int) -> StageMemory:
-        """Return the memory of the first stage with this ``number``."""
-        return self._first[number][0]
-
-    def _find(self, start: int, stop: int) -> Alike:
-        nbytes = self._upto[stop] - self._upto[start]
-        number = self._numbers.setdefault(self._counted(start, stop), len(self._first))
-        if number == len(self._first):
-            self._first.append((stage_memory(self._setup, start, stop), nbytes))
-        return Alike(number, nbytes - self._first[number][1])
-
-    def _counted(self, start: int, stop: int) -> tuple[Hashable, ...]:
-        """Return all that counts of the layers of a stage, beside the bytes of their weights."""
-        work = self._setup.workload
-        lowest = min(max(start, work.first_trained), stop)
-        below = self._kinds(start, lowest)
-        if self._setup.divides_weights:
-            below = (*below, self._upto[stop] - self._upto[start])
-        elif lowest < stop:
-            below = ()  # hidden states pass the larger layers above, too
-        return (
-            below,
-            self._kinds(lowest, stop),
-            self._kinds(min(max(start, work.first_trained_layer), stop), stop),
-            (start == 0, stop == self._setup.shape.num_layers, start > work.first_trained),
+        self._known: dict[int, StageMemory] = {}
+        self.alike = _stages_alike(
+            setup.shape.pattern,
+            work.weight_sizes.layers,
+            (work.first_trained, work.first_trained_layer),
+            setup.divides_weights,
         )
 
-    def _kinds(self, start: int, stop: int) -> tuple[float, ...]:
-        return tuple(each[stop] - each[start] for each in self._below)
+    def of(self, number: int) -> StageMemory:
+        """Return the memory of the first stage with this number."""
+        if number not in self._known:
+            self._known[number] = stage_memory(self._setup, *self.alike.first[number])
+        return self._known[number]
 
 
 @lru_cache(maxsize=256)
@@ -198,26 +201,44 @@ class PeaksOfLayers:
         self._setup = setup
         self._beside = beside
         self._layers = memory_of_layers(setup)
+        self._alike = self._layers.alike
         # Every stage has all kinds of actions here; its layers decide which of them it needs.
         self._stages = peaks_of_stages(draft.shortest_alike)
-        self._peaks: dict[int, list[int]] = {}
+        self._known = np.zeros(len(self._alike.first), bool)
+        self._peaks = np.zeros((draft.stage_map.num_stages, len(self._known)))
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
         """Return the peak bytes of layers ``start`` to ``stop`` as this stage."""
-        number, more = self._layers.alike(start, stop)
-        peaks = self._peaks.get(number)
-        if peaks is None:
-            memory = self._layers.memory(number)
-            peaks = self._peaks[number] = self._stages.of(memory, self._setup)
-        peak = peaks[stage] + more
+        number = self._alike.numbers.item(start, stop)
+        if not self._known[number]:
+            self._count(number)
+        peak: float = self._peaks.item(stage, number) + self._alike.more.item(start, stop)
         return peak if self._beside is None else peak + beside_weights(self._beside, start, stop)
+
+    def table(self, stage: int, starts: range, stops: range) -> Array:
+        """Return the peak bytes of a stage by [start, stop]: any where it has no layer."""
+        part = np.ix_(starts, stops)
+        numbers = self._alike.numbers[part]
+        for number in np.unique(numbers[~self._known[numbers]]).tolist():
+            self._count(number)
+        peaks: Array = self._peaks[stage][numbers] + self._alike.more[part]
+        if self._beside is None:
+            return peaks
+        beside = partial(beside_weights, self._beside)
+        return peaks + [[beside(start, max(start, stop)) for stop in stops] for start in starts]
+
+    def _count(self, number: int) -> None:
+        memory = self._layers.of(number)
+        self._peaks[:, number] = self._stages.of(memory, self._setup)
+        self._known[number] = True
 
 
 def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> NDArray[np.int64]:
     """Return how many of each number, and of messages, are in memory: a row for each action when it
     begins, with what passes in it, and one for when it ends."""
     own = {stage: (has_input, is_trained) for stage, has_input, is_trained in needs}
-    actions = [action for action in actions if _is_needed(action, *own[action.stage])]
+    left_out = {stage: _left_out(*of_stage) for stage, of_stage in own.items()}
+    actions = [action for action in actions if action.kind not in left_out[action.stage]]
     column = {
         (stage, name): len(_NUMBERS) * place + i
         for place, stage in enumerate(own)
@@ -252,20 +273,31 @@ def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> N
     nothing = np.zeros((1, shape[1]), np.int64)
     summed_before = np.vstack([nothing, summed])[:-1]
     rows = (nothing, before + summed_before + passing, after + summed + passing)
-    return np.unique(np.vstack(rows), axis=0)
+    return _unlike(np.vstack(rows))
 
 
-def _is_needed(action: Action, has_input_gradient: bool, is_trained: bool) -> bool:
-    """Return whether a stage takes an action that one with all gradients takes."""
-    if action.kind in (Kind.I, Kind.SEND_B):
-        return has_input_gradient
-    return is_trained or action.kind is not Kind.W
+def _unlike(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return each row once: rows of small numbers, none of which is below 0, are compared as one
+    number each."""
+    digits = rows.max(axis=0) + 1
+    if np.prod(digits, dtype=np.float64) >= 2**62:
+        return np.unique(rows, axis=0)
+    places = np.cumprod([1, *digits[:-1]])
+    _, first = np.unique(rows @ places, return_index=True)
+    return rows[first]
+
+
+def _left_out(has_input_gradient: bool, is_trained: bool) -> tuple[Kind, ...]:
+    """Return the kinds of actions that a stage with all gradients takes, and this one does not."""
+    of_input = () if has_input_gradient else (Kind.I, Kind.SEND_B)
+    return of_input if is_trained else (*of_input, Kind.W)
 
 
 def _message_buffers(actions: Sequence[Action]) -> NDArray[np.int64]:
     """Return the messages in memory in each action: those to be received, and one that was sent."""
-    receives = np.array([action.kind is Kind.RECV_F for action in actions], np.int64)
-    sends = np.array([action.kind in (Kind.SEND_F, Kind.SEND_B) for action in actions], np.int64)
+    kinds = [kind for _, kind, _ in actions]
+    receives = np.array([kind is Kind.RECV_F for kind in kinds], np.int64)
+    sends = np.array([kind is Kind.SEND_F or kind is Kind.SEND_B for kind in kinds], np.int64)
     to_receive = receives.sum() - receives.cumsum()
     buffers: NDArray[np.int64] = np.minimum(PREPOSTED, to_receive) + np.minimum(1, sends.cumsum())
     return buffers

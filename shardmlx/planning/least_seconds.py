@@ -1,0 +1,94 @@
+"""Bound the seconds of a step from below, before its layers are divided. No MLX, no MPI.
+
+A search that looks at ways by their bounds, the least first, ends at the first whose bound is above
+a step that it has found: no other can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardmlx.config.specs import RunSpec
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.schedules import get_schedule
+from shardmlx.planning.facts.cluster import pipeline_seconds
+from shardmlx.planning.facts.plan_facts import PlanFacts
+from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.time.parts import COMPUTED_AGAIN, ModelSeconds
+
+SET_UP_TOKENS = 24
+"""Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
+each operation is started. Counted on an x86 core in float32; going by its data sheet an M1 Pro
+reads 16-bit weights while it computes 26 tokens, an M4 Max 31."""
+
+_ROUNDING = 1e-9
+"""Relative difference by which rounding may make a bound larger than a step."""
+
+
+def set_up_tokens(rows: int, facts: PlanFacts) -> int:
+    """Return the tokens a row that set-up of ``rows`` costs; measured times have it in them."""
+    return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
+
+
+def bounded_alike(way: RunSpec, facts: PlanFacts) -> tuple[object, ...]:
+    """Return what ways with the same ``least_seconds`` have in common."""
+    batch = way.batch
+    stages = way.layout.pipeline_stages
+    of_batch = (batch.pack, batch.micro_batch_size, batch.loss_chunk, batch.recompute)
+    return stages, _virtual(way, facts) == 1, *of_batch
+
+
+def least_seconds(way: RunSpec, facts: PlanFacts) -> float:
+    """Return seconds, or FLOPs, that a step of a way takes at least, however layers are divided."""
+    batch = way.batch
+    mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
+    rows, size = divide_batch(way, mesh)
+    length = facts.lengths.mean(batch.pack) + set_up_tokens(size, facts)
+    models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
+    microbatches = rows / size
+    speeds = [1 / model.stage(0, len(model.layers)).microbatch for model in models]
+    always_busy = microbatches / sum(speeds)
+    if mesh.pp == 1 or (mesh.dp > 1 and batch.replica_rows is not None):
+        return always_busy  # the slowest replica may have fewer rows
+    # The last layer and the head are in one stage.
+    indivisible = microbatches * min(
+        model.stage(len(model.layers) - 1, len(model.layers)).microbatch for model in models
+    )
+    filling = 0.0
+    if _virtual(way, facts) == 1:
+        forward = min(_forward_share(model) for model in models)
+        filling = _seconds_of_filling(speeds, microbatches, forward)
+    return max(always_busy, (1 - _ROUNDING) * max(indivisible, filling))
+
+
+def _virtual(way: RunSpec, facts: PlanFacts) -> int:
+    if facts.stage_map is not None:
+        return facts.stage_map.virtual
+    return get_schedule(way.layout.schedule).default_virtual
+
+
+def _forward_share(model: ModelSeconds) -> float:
+    """Return the part of a stage's micro-batch that is its F, at least."""
+    shares = [1 / (1 + COMPUTED_AGAIN[model.recompute])]
+    for part, cost in zip(model.layers, model.layer_costs.layers, strict=True):
+        if cost > 0:
+            shares.append(part.forward / cost)
+    first = model.embedding
+    if first.microbatch > first.forward:
+        shares.append(first.forward / first.microbatch)
+    return max(0.0, min(shares))
+
+
+def _seconds_of_filling(speeds: Sequence[float], microbatches: float, forward: float) -> float:
+    """Return the seconds of a step in which each stage is busy, once the F of the first micro-batch
+    has come to it.
+
+    A stage of t seconds a micro-batch ends after m t and the F of those before it, which is
+    ``forward`` of their t. In a step of a second the stages, each a share t x speed of the model,
+    would come so far together: from the last stage on, each adds speed / m, and leaves 1 - forward
+    / m of what those after it do. They come farthest with the fastest rank first.
+    """
+    done = 0.0
+    for speed in sorted(speeds):
+        done = max(done, done * (1 - forward / microbatches) + speed / microbatches)
+    return 1 / done
