@@ -243,6 +243,17 @@ def test_a_choice_counts_stages_alike_once_and_times_what_it_looks_at(model: Pat
     assert found["predict_seconds"] < found["lay_out"] / 3
 
 
+def test_a_choice_for_many_machines_asks_for_few_peaks_and_divides_layers_seldom(
+    model: Path,
+) -> None:
+    """Most ways are above their bound, or lack memory as one like them does."""
+    eight = macs((192, 27), (64, 14), (64, 10), (48, 9), (24, 4), (64, 27), (48, 14), (32, 10))
+    found = calls(model, eight, batch_size=500)
+    assert found["lay_out"] < 50
+    assert found["held"] < 40_000
+    assert found["stage_memory"] < 1200
+
+
 def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) -> None:
     """And where nobody knows how fast machines or links are, the pipeline stays."""
     room = ((64, 10), (64, 10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.actions import Grid, Kind
 from shardmlx.pipeline.lowering import gradient_kinds, lower
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
+from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.memory.generation import GenerationSetup, inference_memory
 from shardmlx.planning.memory.layers import (
@@ -27,7 +30,7 @@ from shardmlx.planning.memory.layers import (
     layer_memory,
     passing_in_fused_attention,
 )
-from shardmlx.planning.memory.ranks import PeakOfActions, multiples
+from shardmlx.planning.memory.ranks import PeakOfActions, PeaksOfLayers, multiples
 from shardmlx.planning.memory.stages import StageMemory, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
 from testbed.family_configs import CONFIGS
@@ -399,6 +402,28 @@ def test_more_layers_never_need_less(first: int, usual: dict[str, Any]) -> None:
         for stop in range(start + 1, 5):
             assert start == 0 or peak(start - 1, stop) >= peak(start, stop)
             assert stop == 4 or peak(start, stop + 1) >= peak(start, stop)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"fine_tune_type": "full", "zero": 3}])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_peaks_of_any_layers_are_those_of_a_stage_of_them_alone(
+    family: str, options: dict[str, Any]
+) -> None:
+    """Though stages alike are counted once."""
+    shape = read_shape(CONFIGS[family])
+    sizes = parameter_bytes(shape)
+    unlike = tuple(size + 10 * place for place, size in enumerate(sizes.layers))
+    work = workload(shape, sizes=replace(sizes, layers=unlike), **options)
+    setup = TrainingSetup(workload=work, rows=2, length=64, dp=2)
+    stages = StageMap.from_sizes([1, 1, 2])
+    plan = Plan(Mesh(2, 3), stages, "1f1b", rows=16, micro_batch_rows=2, trainable=(True,) * 3)
+    peaks = PeaksOfLayers(plan, setup)
+    everywhere = range(5)
+    for stage, actions in enumerate(plan.shortest_alike.actions):
+        table = peaks.table(stage, everywhere, everywhere)
+        for start, stop in combinations(everywhere, 2):
+            alone = PeakOfActions(actions).of({stage: stage_memory(setup, start, stop)}, setup)
+            assert peaks(stage, start, stop) == table[start, stop] == alone
 
 
 def test_gpipe_holds_what_1f1b_lets_go() -> None:
