@@ -107,12 +107,13 @@ def evenest(num_layers: int, num_stages: int, load: StageLoads) -> Partition:
     begins = np.array(windows[0]) == 0
     limit = _bottleneck(loads, allowed, begins)
     reached = begins
-    best = np.zeros(len(begins), loads[0].dtype)  # the least sum of squares, by the layers so far
+    # The least sum of squares for each number of layers in the stages so far.
+    best = np.zeros(len(begins), loads[0].dtype)
     origins = []
     for of_stage, may in zip(loads, allowed, strict=True):
         leads_on = may & (of_stage <= limit) & reached[:, None]
         squares = np.where(leads_on, best[:, None] + of_stage * of_stage, math.inf)
-        # Of equal sums the last has stages that start late.
+        # The last of equal sums has stages that start late.
         origin = len(squares) - 1 - squares[::-1].argmin(axis=0)
         reached = leads_on.any(axis=0)
         best = np.where(reached, squares[origin, range(len(origin))], 0)
@@ -183,7 +184,8 @@ def _bottleneck(
     loads: Sequence[NDArray[Any]], allowed: Sequence[NDArray[np.bool_]], begins: NDArray[np.bool_]
 ) -> float:
     """Return the largest load of a stage, as small as it can be with the allowed ones."""
-    least: NDArray[Any] = np.where(begins, -math.inf, math.inf)  # by the layers so far
+    # The least for each number of layers in the stages so far.
+    least: NDArray[Any] = np.where(begins, -math.inf, math.inf)
     for of_stage, may in zip(loads, allowed, strict=True):
         largest = np.maximum(least[:, None], of_stage)
         least = np.where(may, largest, math.inf).min(axis=0)

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def unproved_actions(self) -> Grid:
-        """What ``actions`` are, without a proof, for the memory of a plan among many."""
+        """The ``actions`` without a proof, for the memory of a plan among many."""
         return self.unproved_grid(self.runs * self.microbatches)
 
     @property

@@ -285,7 +285,7 @@ class _Search:
             key = bounded_alike(way, self._facts)
             if key not in bounds:
                 bounds[key] = least_seconds(way, self._facts)
-            # What computes more again is not faster: ways alike stay in their order.
+            # A way that computes more again is not faster: ways alike stay in their order.
             group = (*_alike(way), _is_last_resort(way))
             so_far[group] = max(so_far.get(group, 0.0), bounds[key])
             pairs.append((so_far[group], place))

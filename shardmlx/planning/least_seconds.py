@@ -18,6 +18,7 @@ from shardmlx.planning.facts.cluster import pipeline_seconds
 from shardmlx.planning.facts.plan_facts import PlanFacts
 from shardmlx.planning.layout import divide_batch
 from shardmlx.planning.time.parts import COMPUTED_AGAIN, ModelSeconds
+from shardmlx.planning.ways import size_of
 
 SET_UP_TOKENS = 24
 """Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
@@ -37,7 +38,7 @@ def bounded_alike(way: RunSpec, facts: PlanFacts) -> tuple[object, ...]:
     """Return what ways with the same ``least_seconds`` have in common."""
     batch = way.batch
     stages = way.layout.pipeline_stages
-    of_batch = (batch.pack, batch.micro_batch_size, batch.loss_chunk, batch.recompute)
+    of_batch = (batch.pack, size_of(way), batch.loss_chunk, batch.recompute)
     return stages, _virtual(way, facts) == 1, *of_batch
 
 
