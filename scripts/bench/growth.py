@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -387,18 +389,25 @@ def plan_of_70b(directory: Path, quick: bool) -> float:
 
 def hub(directory: Path, quick: bool) -> float:
     """Return how much more memory the median of 32 islands takes than that of 2. Linux only."""
-    from shardmlx.islands.aggregate import median
-
     size = 1_000_000 if quick else 8_000_000
-    base = np.random.default_rng(0).standard_normal(size, np.float32)
     grown = []
     for islands in (2, 32):
-        arrays = (base * np.float32(1 + number) for number in range(islands))
-        Path("/proc/self/clear_refs").write_text("5")  # the most that is resident, from now on
-        before = resident("VmRSS")
-        median(arrays, [1.0] * islands, directory)
-        grown.append(resident("VmHWM") - before)
+        # In a process of its own, since the memory of the one before is used again.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+            grown.append(processes.submit(of_median, islands, size, directory).result())
     return grown[1] / grown[0]
+
+
+def of_median(islands: int, size: int, directory: Path) -> int:
+    """Return the kB that the median of so many islands takes above its start."""
+    from shardmlx.islands.aggregate import median
+
+    base = np.random.default_rng(0).standard_normal(size, np.float32)
+    arrays = (base * np.float32(1 + number) for number in range(islands))
+    Path("/proc/self/clear_refs").write_text("5")  # the most that is resident, from now on
+    before = resident("VmRSS")
+    median(arrays, [1.0] * islands, directory)
+    return resident("VmHWM") - before
 
 
 def resident(name: str) -> int:
