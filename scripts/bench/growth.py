@@ -33,10 +33,14 @@ from scripts.bench.benchmark import (
 )
 from scripts.bench.trained import NEVER, WIDE
 from shardmlx.common.environment import prepare
+from testbed.jobs import ranks_command
 from testbed.rows import write
 
 Work = Callable[[Path, bool], float]
 """Function of a directory of its own, and whether it is to be over soon."""
+
+ANNOUNCE = "announce"
+"""Word of the program of ranks that announce steps, in the place of a row's number."""
 
 MICROBATCHES, LAYERS, MUON_LAYERS = 4, 8, 30
 """Of the runs whose evaluations are counted."""
@@ -151,6 +155,39 @@ def begun_ahead(directory: Path, quick: bool) -> float:
         under_way += 1 if step == "begun" else -1
         ahead += step == "read" and under_way > 0
     return ahead / steps.count("read")
+
+
+def announcing(directory: Path, quick: bool) -> float:
+    """Return the microseconds of CPU time in which rank 0 of two announces a step that repeats its
+    group's last one."""
+    words = program("growth", ANNOUNCE, directory, int(quick))
+    return float(last_json(run(ranks_command(2, *words), timeout=300)))
+
+
+def announce_repeated(steps: int) -> float | None:
+    """Announce so many steps from rank 0 to rank 1; return the microseconds of each there."""
+    import shardmlx
+    from shardmlx.distributed.transport import Outbox
+    from shardmlx.inference.announcements import Announcer
+    from shardmlx.inference.commands import Decode
+
+    with shardmlx.connect() as transport:
+        announcer = Announcer(Outbox(transport), transport.size)
+        if transport.rank > 0:
+            for _ in range(steps):
+                number = announcer.await_next()
+                transport.wait(number, lambda: "the benchmark")
+                announcer.heard(number, lambda: "the benchmark")
+            return None
+        step = (Decode((0,), 0),)
+        announcer.announce(step, "the benchmark")
+        began = time.thread_time()
+        for _ in range(steps - 1):
+            announcer.announce(step, "the benchmark")
+            announcer.outbox.drain(8)
+        taken = time.thread_time() - began
+        announcer.outbox.drain(0)
+        return taken / (steps - 1) * 1e6
 
 
 def beside_mlx_lm(directory: Path, quick: bool, layers: int = 2) -> float:
@@ -454,6 +491,8 @@ class Row:
 ROWS = (
     Row("decode steps begun ahead, one process", 0.95, begun_ahead, at_most=False),
     Row("generate of 2,000 tokens, 2 x 64 / mlx_lm", 0.90, beside_mlx_lm, at_most=False),
+    Row("the same, 32 x 64", 0.97, partial(beside_mlx_lm, layers=32), at_most=False),
+    Row("two ranks, announcing a repeated step, us", 60, announcing),
     Row("mx.eval of a LoRA step, 4 micro-batches", 3 * MICROBATCHES + 4, evaluations),
     Row("mx.eval of a full step, 8 layers", 3 * MICROBATCHES + 4 + LAYERS, of_full),
     Row("the same with Muon, 30 layers", 3 * MICROBATCHES + 4 + MUON_LAYERS, of_muon),
@@ -502,4 +541,9 @@ GROWTH = Benchmark("growth", growth, rounds=3)
 if __name__ == "__main__":
     number, where, is_quick = sys.argv[1:]
     prepare()
-    print(json.dumps(ROWS[int(number)].work(Path(where), is_quick == "1")), flush=True)
+    if number == ANNOUNCE:
+        found = announce_repeated(1_000 if is_quick == "1" else 20_000)
+    else:
+        found = ROWS[int(number)].work(Path(where), is_quick == "1")
+    if found is not None:
+        print(json.dumps(found), flush=True)
