@@ -120,6 +120,7 @@ class JobStarts:
         self.launch = launch
         self._surroundings = surroundings
         self._say = surroundings.say
+        self._resumes = launch.checkpoints is not None and launch.checkpoints.resume == "auto"
         self._attempts: list[Attempt] = []
         self._answering = launch.hosts
         """The hosts that answered before the last start."""
@@ -142,8 +143,7 @@ class JobStarts:
                 self._attempts, launch.max_restarts, self._surroundings.stopped_by
             )
             if status is not None:
-                in_order = last.status in STOPPED_IN_ORDER
-                if in_order and launch.checkpoints and launch.checkpoints.resume == "auto":
+                if last.status in STOPPED_IN_ORDER and self._resumes:
                     self._say("run the same command to go on")
                 return status
             failed = len(self._attempts)
@@ -188,8 +188,7 @@ class JobStarts:
         elif before.ranks < ranks:
             all_there = "enough hosts are" if findings else "all hosts are"
             self._say(f"{all_there} there: layout as given")
-        resumes = launch.checkpoints is not None and launch.checkpoints.resume == "auto"
-        if resumes or any(attempt.gained for attempt in self._attempts):
+        if self._resumes or any(attempt.gained for attempt in self._attempts):
             # Not if the user excludes an older run's checkpoint, and this one has none yet.
             options = replaced(options, resume="auto")
         return Start(hosts, ranks, options)

@@ -51,5 +51,7 @@ def _row(spans: Sequence[Span], letters: int, makespan: float, column: int) -> s
 
 
 def _idle(letters: int, column: int) -> str:
+    if column == 1:
+        return "." * letters
     dots = ".".ljust(column) * letters
-    return dots[: max(0, letters - (column > 1))].ljust(letters)
+    return dots[: letters - 1].ljust(letters)

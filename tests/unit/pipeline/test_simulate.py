@@ -295,6 +295,14 @@ def test_timeline_of_seconds_is_that_of_equal_units() -> None:
 def test_an_action_too_short_for_its_label_shows_its_kind() -> None:
     simulation = simulate(parse_grid("0F0 0B0"), (0,), Costs(0.1, 1, 1))
     assert timeline(simulation) == "r0 F 0B0------------------------------------"
+    as_wide_as_its_label = simulate(parse_grid("0F0 0B0"), (0,), Costs(0.6, 4, 4))
+    assert timeline(as_wide_as_its_label) == f"r0 F  0B0{36 * '-'}"
+    a_half_longer = simulate(parse_grid("0F0 0B0"), (0,), Costs(1, 0.75, 0.75))
+    assert timeline(a_half_longer) == "r0 0F0 0B0"
+
+
+def test_an_action_that_takes_no_time_makes_no_column() -> None:
+    assert timeline(simulated("zb-h1", 1, 1, Costs(1, 1, 0))) == "r0 0F0 0I0"
 
 
 def test_a_timeline_too_wide_for_labels_shows_the_kind_at_each_moment() -> None:
@@ -304,6 +312,7 @@ def test_a_timeline_too_wide_for_labels_shows_the_kind_at_each_moment() -> None:
             "r1 ..FFFBBBBBBBFFBBBBBBBFFBBBBBBB.......",
         ]
     )
+    assert timeline(simulated("1f1b", 2, 3, EQUAL), 0) == "r0 F\nr1 B"
     for width in (20, 80, 160):
         lines = timeline(simulated("zb-v", 12, 64, EQUAL), width).splitlines()
         assert len(lines) == 12

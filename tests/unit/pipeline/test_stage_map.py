@@ -106,6 +106,17 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert read_stage_map(path) == stage_map
 
 
+def test_a_written_map_says_which_layers_a_stage_has(tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    write_stage_map(StageMap.from_sizes([2, 1, 3]), path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.partition("# ")[2] for line in lines[1::2]] == [
+        "layers 0-1",
+        "layer 2",
+        "layers 3-5",
+    ]
+
+
 # Bad input
 
 
