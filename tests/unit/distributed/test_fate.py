@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.distributed.alarm import Alarm
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.times import HURRY, PERIOD
@@ -88,6 +89,38 @@ def test_when_mpirun_ends_the_job_each_rank_tells_all_that_it_lives_and_who_else
     answer = Beat("loading", living=(1, 2))
     assert asked.heard(1, Beat("step 3", asks=True, living=(1,)), 0.3) == [Send((0, 1), answer)]
     assert asked.heard(0, Beat("step 3", asks=True, living=(0,)), 0.3) == []
+
+
+def test_an_alarm_lasts_a_second_and_the_next_one_knows_nothing_of_it() -> None:
+    alarm = Alarm(1)
+    alarm.terminated(0.5)  # before it, and so not mpirun's
+    alarm.sound(5.0)
+    assert (alarm.living(5.5), alarm.killed(5.5)) == ((1,), None)
+    alarm.answered([2])
+    alarm.terminated(5.5)
+    assert alarm.is_on(5.96875)
+    assert alarm.asks(5.96875)
+    assert (alarm.living(5.96875), alarm.killed(5.96875)) == ((1, 2), 5.5)
+    assert not alarm.is_on(6.0)
+    assert not alarm.asks(6.0)
+    assert (alarm.living(6.0), alarm.killed(6.0)) == ((), None)
+    alarm.sound(6.0)
+    assert (alarm.living(6.5), alarm.killed(6.5)) == ((1,), None)
+
+
+@pytest.mark.parametrize(
+    ("beat", "is_repeated"),
+    [
+        (Beat("step 3", ("SIGTERM",), asks=True), True),
+        (Beat("step 3", fails=True), False),
+        (Beat("step 3", state=State.LEFT), False),
+        (Beat("step 3", state=State.REPORTED), False),
+    ],
+)
+def test_the_next_sign_of_life_tells_all_but_an_end_and_a_failure(
+    beat: Beat, is_repeated: bool
+) -> None:
+    assert beat.is_repeated is is_repeated
 
 
 def test_a_rank_that_is_silent_for_the_limit_is_lost_and_its_last_activity_named() -> None:
@@ -400,7 +433,7 @@ def test_a_signal_that_nobody_asks_for_and_a_second_one_end_the_job_at_once(expe
     trace: Trace = []
     for number in range(expected + 1):
         trace += [(0.1 + number, signalled(signal.SIGUSR1)), (0.1 + number, LOOK)]
-    end = End(128 + signal.SIGUSR1, "interrupted by SIGUSR1")
+    end = End(128 + signal.SIGUSR1, "interrupted by SIGUSR1", died=False)
     assert played(fate, trace) == [(0.1 + expected, end)]
     assert played(fate_of(1), trace) == []  # rank 0 hears of it, and ends the job
 

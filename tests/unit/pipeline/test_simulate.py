@@ -155,6 +155,11 @@ def test_a_stage_that_computes_i_only_holds_nothing_after_it() -> None:
     assert simulate(grid, (0, 1, 2), EQUAL).peak_in_flight == (3, 2, 1)
 
 
+def test_a_stage_holds_a_micro_batch_until_its_own_backward_has_ended() -> None:
+    grid = parse_grid("0F0 0B0 0F1 0F2 0B1 0B2")
+    assert simulate(grid, (0,), EQUAL).peak_in_flight == (2,)
+
+
 def test_a_grid_that_waits_for_ever_is_refused() -> None:
     with pytest.raises(ValueError, match="the schedule stops: rank 0 waits for ever in 0B0"):
         simulate(parse_grid("0B0 0F0\n1F0 1B0"), (0, 1), EQUAL)

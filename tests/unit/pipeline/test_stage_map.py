@@ -80,6 +80,7 @@ def test_several_stages_may_be_on_one_rank(tmp_path: Path) -> None:
     assert (stage_map.num_stages, stage_map.pp, stage_map.virtual) == (4, 2, 2)
     assert stage_map.stages_of(0) == (0, 3)
     assert stage_map.stages_of(1) == (1, 2)
+    assert StageMap.from_sizes([3]).virtual == 1
 
 
 def test_a_map_of_sizes_has_a_stage_on_each_rank_unless_told() -> None:
