@@ -7,8 +7,9 @@ import json
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,12 +47,12 @@ def served(
         yield Served(running)
 
 
-def new_client(served: Served) -> tinker.ServiceClient:
+def new_client(served: Served, **what: Any) -> tinker.ServiceClient:
     """The SDK's client, in a session of its own."""
     with warnings.catch_warnings():
         # The SDK leaves the connection open by which it asks for its settings.
         warnings.simplefilter("ignore", ResourceWarning)
-        one = tinker.ServiceClient(base_url=served.url, api_key=KEY)
+        one = tinker.ServiceClient(base_url=served.url, api_key=KEY, **what)
         assert one.holder.get_session_id()
         gc.collect()
     return one
@@ -133,6 +134,78 @@ def test_a_loop_of_tinkers_sdk(client: tinker.ServiceClient, served: Served, sma
         max_tokens=20,
     )
     assert json.loads(answer.choices[0].message.content or "") in ("mon", "tue")
+
+
+def answers_as_rows(
+    prompt: types.ModelInput, answers: types.SampleResponse, advantages: Sequence[float]
+) -> list[types.Datum]:
+    """Answers to a prompt as rl_loop makes rows of them."""
+    rows = []
+    for answer, advantage in zip(answers.sequences, advantages, strict=True):
+        assert answer.logprobs is not None
+        before = prompt.length - 1
+        model_input = prompt.append(types.EncodedTextChunk(tokens=answer.tokens[:-1]))
+        inputs = {
+            "target_tokens": np.array([0] * before + answer.tokens),
+            "logprobs": np.array([0.0] * before + answer.logprobs, np.float32),
+            "advantages": np.array([0.0] * before + [advantage] * len(answer.tokens), np.float32),
+        }
+        rows.append(types.Datum(model_input=model_input, loss_fn_inputs=inputs))
+    return rows
+
+
+@pytest.mark.parametrize("served", ["2 ranks"], indirect=True)
+def test_the_calls_of_recipes_of_the_cookbook(served: Served) -> None:
+    """sl_loop and rl_loop, saves and a resume among them; then what only others call. The recipes
+    themselves need torch: ``scripts/recipes.sh`` runs them."""
+    client = new_client(served, user_metadata={"recipe": "sl_loop"}, display_name="sl-loop")
+    adam = tinker.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+    model = client.create_lora_training_client(base_model=MODEL, rank=4).result()
+    paths = []
+    for step in range(2):
+        paths.append(model.save_state(f"{step:06d}", ttl_seconds=604_800).result().path)
+        loss = model.forward_backward(ROWS, loss_fn="cross_entropy")
+        update = model.optim_step(adam)
+        outputs = loss.result().loss_fn_outputs
+        assert [each["logprobs"].to_numpy().shape for each in outputs] == [(9,), (10,), (11,)]
+        assert update.result().metrics
+    final = [
+        model.save_state("final", ttl_seconds=None).result().path,
+        model.save_weights_for_sampler("final", ttl_seconds=None).result().path,
+    ]
+    resumed = client.create_training_client_from_state_with_optimizer(paths[1]).result()
+    resumed.forward_backward(ROWS, loss_fn="cross_entropy")
+    resumed.optim_step(adam)
+    same = [each.forward(ROWS, "cross_entropy").result().metrics for each in (model, resumed)]
+    assert same[0] == same[1]
+
+    sampler = model.save_weights_and_get_sampling_client(record_stability_info=False).result()
+    params = tinker.types.SamplingParams(max_tokens=4, stop=["\n\nUser:"])
+    answers = sampler.sample(prompt=PROMPT, num_samples=4, sampling_params=params).result()
+    assert len({each.sequence_id for each in answers.sequences}) == 4
+    for loss_fn, config in (("importance_sampling", None), ("ppo", {"clip_high_threshold": 1.3})):
+        rows = answers_as_rows(PROMPT, answers, [1, -1, 0.5, -0.5])
+        first = model.forward_backward(rows, loss_fn=loss_fn, loss_fn_config=config)
+        update = model.optim_step(adam)
+        assert first.result().metrics["logprob_difference:mean"] < 1e-1
+        assert update.result().metrics["grad_norm:mean"] > 0
+
+    teacher = client.create_sampling_client(base_model=MODEL, model_path=final[1]).result()
+    told = teacher.sample(
+        prompt=PROMPT,
+        num_samples=1,
+        sampling_params=tinker.types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+    ).result()
+    assert told.topk_prompt_logprobs is not None
+    assert teacher.compute_logprobs(PROMPT).result() == told.prompt_logprobs
+    other = client.create_training_client_from_state(final[0], user_metadata={"a": "b"}).result()
+    assert other.get_info().lora_rank == 4
+    rest = client.create_rest_client()
+    assert rest.get_training_run_by_tinker_path(final[0]).result().lora_rank == 4
+    rest.delete_checkpoint_from_tinker_path(paths[0]).result()
+    client.close("success").result()
 
 
 @pytest.mark.parametrize("served", ["2 ranks"], indirect=True)
