@@ -47,13 +47,13 @@ def begins_with_a_vowel(prompt: str, answer: str) -> float:
 
 def is_the_sum(prompt: str, answer: str) -> float:
     """Return 1 for an answer whose first word is the sum of the prompt's two numbers."""
-    left, _, right = prompt.removesuffix(" =").partition(" + ")
+    left, _, right = prompt.removeprefix("Sum of ").removesuffix(" =").partition(" + ")
     return float(answer.split()[:1] == [str(int(left) + int(right))])
 
 
 TASKS = {
     "vowels": Task([f"An {thing}:" for thing in THINGS], begins_with_a_vowel, 2),
-    "sums": Task([f"{a} + {b} =" for a in range(10) for b in range(10)], is_the_sum, 4),
+    "sums": Task([f"Sum of {a} + {b} =" for a in range(10) for b in range(10)], is_the_sum, 4),
 }
 
 

@@ -24,6 +24,9 @@ from shardmlx.errors import UserError
 
 TARGETS = "target_tokens"
 
+LEAST_EPS = 1e-37
+"""About the least number that a float32 has with all its digits."""
+
 LONGEST_NAME = 500
 """Characters of a state's name."""
 
@@ -178,6 +181,11 @@ def _check_step(step: OptimStep) -> None:
         value = getattr(step, name)
         if not _is_number(value) or value < 0:
             raise UserError(f"{name} is {value!r}", "give a number from 0")
+    if step.eps < LEAST_EPS:
+        raise UserError(
+            f"eps is {step.eps}: a weight whose gradient is 0 would be 0 / 0",
+            "give more than 1e-37, such as 1e-12",
+        )
     for name in ("beta1", "beta2"):
         value = getattr(step, name)
         if not _is_number(value) or not 0 <= value < 1:

@@ -241,6 +241,11 @@ class Models:
             self.crew.all(LoopWorker.take_snapshot, number, request.model)
         elif request.state is not None:
             saved = self._find(request.state)
+            if request.saved_at not in (None, saved.saved.saved_at):
+                raise UserError(
+                    f"state {request.state!r} was saved anew since this client read it",
+                    "create another sampling client",
+                )
             self._build(_FOR_SNAPSHOT, saved.saved.lora, saved)
             try:
                 self._take(_FOR_SNAPSHOT, saved, with_optimizer=False)

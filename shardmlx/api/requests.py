@@ -149,12 +149,13 @@ class DeleteState:
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Copy the LoRA of a model as ``snapshot``, in memory, for samples; or that of a saved
-    ``state``, if there is no model. Its future raises ``NoRoom`` if the plan has no memory for
-    another one."""
+    ``state``, if there is no model: the one that was ``saved_at`` this time, or the one that there
+    is. Its future raises ``NoRoom`` if the plan has no memory for another one."""
 
     snapshot: str
     model: str | None = None
     state: str | None = None
+    saved_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,6 +403,13 @@ class Sampler:
                 f"prompt_logprobs_last_n is {last}, of {plural(len(tokens), 'token')}",
                 "give it from 1 to the tokens before the last one",
             )
+        wrong_ends = [each for each in request.stop_ids or () if not 0 <= each < self._vocabulary]
+        if wrong_ends:
+            raise UserError(
+                f"stop has token {wrong_ends[0]}, and the vocabulary ends with "
+                f"{self._vocabulary - 1}",
+                "an answer never has it: give ids of the base's own tokenizer",
+            )
         if request.other_tokens is not None:
             self._check_others(request.other_tokens, len(tokens) - 1)
 

@@ -18,13 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from shardmlx.errors import UserError
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.body_reader import BodyReader
 from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import Metrics
-from shardmlx.server.openai_errors import ApiError, server_fault
+from shardmlx.server.openai_errors import ApiError, refused, server_fault
 from shardmlx.server.openai_requests import read_chat, read_completion
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.replies import Reply
@@ -82,7 +83,7 @@ def make_app(
             allow_private_network=True,  # Chrome asks for it before a page may use this machine
         )
         middleware.insert(0, cross_origin)
-    errors = (ApiError, HTTPException, ClientDisconnect, Exception)
+    errors = (ApiError, UserError, HTTPException, ClientDisconnect, Exception)
     handlers = dict.fromkeys(errors, _answer_error)
     routes = [*api.routes, *other_routes]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
@@ -184,6 +185,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         }
         message = said.get(error.status_code, error.detail)
         error = ApiError(error.status_code, message, headers=error.headers)
+    elif isinstance(error, UserError):
+        error = refused(str(error))
     elif not isinstance(error, ApiError):
         error = server_fault()
     return error_response(error, request.url.path)

@@ -179,6 +179,8 @@ class OneProcessService:
         return sorted(found, key=lambda each: each.saved_at)
 
     def export(self, state: str) -> bytes:
+        if state not in [each.state for each in self.states()]:
+            raise UserError(f"there is no state {state}")
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             archive.add(self._place(state) / "weights.npz", "adapters.npz")
@@ -384,6 +386,9 @@ class OneProcessService:
             adapter = Adapter(model.lora, model.weights)
         else:
             assert request.state is not None
+            times = [each.saved_at for each in self.states() if each.state == request.state]
+            if request.saved_at is not None and times != [request.saved_at]:
+                raise UserError(f"{request.state} was saved anew")
             adapter = self._read(request.state, with_optimizer=False)
         self._snapshots[request.snapshot] = adapter
 

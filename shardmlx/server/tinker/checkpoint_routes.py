@@ -98,10 +98,10 @@ class CheckpointRoutes:
         return await asyncio.to_thread(self._desk.service.states)
 
     async def _state(self, name: str) -> SavedState:
-        for saved in await self._states():
-            if saved.state == name:
-                return saved
-        raise ApiError(404, f"there is no saved state tinker://{shown(name)[1:-1]}")
+        try:
+            return await self._desk.saved(name)
+        except UserError as error:
+            raise ApiError(404, str(error)) from None
 
     async def _of_run(self, request: HttpRequest) -> Response:
         run = request.path_params["run"]

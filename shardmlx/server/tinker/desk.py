@@ -25,6 +25,7 @@ from shardmlx.api.requests import (
     ForwardBackward,
     NoRoom,
     Request,
+    SavedState,
     Service,
     TakeSnapshot,
     UnloadModel,
@@ -34,8 +35,9 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
 from shardmlx.server.body_reader import BodyReader
 from shardmlx.server.model_names import ModelNames
-from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_errors import ApiError, shown
 from shardmlx.server.tinker.answers import Answer
+from shardmlx.server.tinker.checkpoints import path_of
 from shardmlx.server.tinker.promises import Promise, Promises
 from shardmlx.server.tinker.reading import read_json
 from shardmlx.server.tinker.sessions import (
@@ -257,13 +259,25 @@ class Desk:
                     "sample from the last few that were saved, or give weights that must stay a "
                     "name: save_weights_for_sampler(name=...)",
                 )
-            await self._take(TakeSnapshot(snapshot.name, state=snapshot.state))
+            state, saved_at = snapshot.state, snapshot.saved_at
+            await self._take(TakeSnapshot(snapshot.name, state=state, saved_at=saved_at))
 
     async def _drop(self, snapshot: HeldSnapshot) -> None:
         snapshot.is_loaded = False
         await self.submit(DropSnapshot(snapshot.name))
 
     # Sessions.
+
+    async def saved(self, state: str) -> SavedState:
+        """Return a saved state. Raises ``UserError`` if there is none of that name."""
+        states = await asyncio.to_thread(self.service.states)
+        found = next((each for each in states if each.state == state), None)
+        if found is None:
+            raise UserError(
+                f"there is no saved state {shown(path_of(state))}",
+                "list_user_checkpoints shows all that there are",
+            )
+        return found
 
     def begin_session(self, metadata: dict[str, Any] | None, display_name: str | None) -> Session:
         """Begin a session, which ends when its client says so, or is silent for long."""

@@ -83,8 +83,11 @@ class SamplingRoutes:
             if base is None:
                 raise UserError("there is neither base_model nor model_path", "give one of them")
             return name, None
-        state = state_of(path)
-        snapshot = self._desk.registry.snapshots.setdefault(path, HeldSnapshot(path, state))
+        saved = await self._desk.saved(state_of(path))
+        # What is saved anew under the same name is another one.
+        key = f"{path}, saved at {saved.saved_at!r}"
+        snapshot = HeldSnapshot(key, saved.state, saved.saved_at)
+        snapshot = self._desk.registry.snapshots.setdefault(key, snapshot)
         await self._desk.load(snapshot)
         return name, snapshot
 

@@ -55,10 +55,11 @@ class Model:
 @dataclass(eq=False)
 class HeldSnapshot:
     """A copy of a LoRA in memory, from which clients sample; ``state`` is the saved one of which it
-    is a copy, if it is one. Only such a copy can be made again."""
+    is a copy, if it is one, ``saved_at`` this time. Only such a copy can be made again."""
 
     name: str
     state: str | None = None
+    saved_at: float | None = None
     is_loaded: bool = False
     samples: int = 0
     """The samples that need it now."""

@@ -29,7 +29,7 @@ from shardmlx.api.requests import (
 )
 from shardmlx.config.serve import MOST_ROWS_HELD
 from shardmlx.errors import UserError
-from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.tinker.answers import Answer, as_json, loss_answer, step_answer
 from shardmlx.server.tinker.checkpoints import (
     EXTERNAL,
@@ -284,16 +284,13 @@ class TrainingRoutes:
     async def _make_loaded(
         self, request: CreateModel, session: str, base: str, metadata: dict[str, Any]
     ) -> Model:
-        states = await asyncio.to_thread(self._desk.service.states)
-        lora = next((each.lora for each in states if each.state == request.state), None)
-        if lora is None:
-            raise UserError(
-                f"there is no saved state {path_of(request.state or '')}",
-                "list_user_checkpoints shows all that there are",
-            )
-        return await self._make(Model(request.name, session, lora, metadata, base), request)
+        saved = await self._desk.saved(request.state or "")
+        model = Model(request.name, session, saved.lora, metadata, base)
+        return await self._make(model, request)
 
     def _tell_ttl(self, seconds: int | None) -> None:
+        if seconds is not None and seconds < 1:
+            raise refused(f"ttl_seconds is {seconds}: give 1 or more, or leave it out")
         if seconds is not None:
             self._desk.say_once(
                 "A client gave saved weights a time to live: it is not kept, and they stay until "

@@ -369,6 +369,8 @@ def test_little_room_puts_answers_back_and_changes_none(placement: list[int]) ->
         SamplePrompt([1], max_tokens=1, top_p=0.0),
         SamplePrompt([1], max_tokens=1, top_k=-2),
         SamplePrompt([1], max_tokens=1, top_logprobs=10**6),
+        SamplePrompt([1], max_tokens=1, stop_ids=[0, VOCABULARY]),
+        SamplePrompt([1], max_tokens=1, stop_ids=[-1]),
         SamplePrompt([1, 2], max_tokens=1, prompt_logprobs=True, last_prompt_tokens=2),
     ],
     ids=str,

@@ -241,6 +241,8 @@ def test_requests_that_no_model_can_answer_are_refused(small: Path) -> None:
             lambda: model.optim_step(1e-3).result(),
             lambda: model.optim_step(-1.0).result(),
             lambda: model.optim_step(1e-3, beta1=1.0).result(),
+            lambda: model.optim_step(1e-3, eps=0.0).result(),
+            lambda: model.optim_step(1e-3, eps=1e-46).result(),
             lambda: model.save("a"),
             lambda: client.create_model(rank=33),
             lambda: client.create_model(attention=False, mlp=False, unembed=False),
@@ -255,7 +257,18 @@ def test_requests_that_no_model_can_answer_are_refused(small: Path) -> None:
             problems.append(found.value.problem)
         return problems
 
-    words = ["no gradients", "-1.0", "1.0", "directory", "33", "false", "model-2", "model-2"]
+    words = [
+        "no gradients",
+        "-1.0",
+        "1.0",
+        "eps is 0.0",
+        "eps is 1e-46",
+        "directory",
+        "33",
+        "false",
+        "model-2",
+        "model-2",
+    ]
     problems = on_ranks(1, small, work, max_adapters=2)
     for problem, word in zip(problems, [*words, "nothing"], strict=True):
         assert word in problem

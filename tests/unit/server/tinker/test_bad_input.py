@@ -224,6 +224,8 @@ def test_a_step_that_came_again_is_done_once(
         ("optim_step", {}, "optim_params"),
         ("save_weights", {"path": 3}, "path"),
         ("save_weights", {"colour": "red"}, "colour"),
+        ("save_weights", {"ttl_seconds": -5}, "ttl_seconds is -5"),
+        ("save_weights_for_sampler", {"path": "x", "ttl_seconds": 0}, "ttl_seconds is 0"),
         ("load_weights", {"path": "tinker://x"}, "optimizer"),
         ("load_weights", {"path": "tinker://x", "optimizer": True, "model_id": None}, "model_id"),
     ],

@@ -148,6 +148,34 @@ def test_a_snapshot_that_was_used_least_lately_makes_room(client: tinker.Service
     assert caught.value.category is types.RequestErrorCategory.User
 
 
+def logprobs_of(sampler: tinker.SamplingClient) -> list[float | None]:
+    return list(sampler.compute_logprobs(PROMPT).result())
+
+
+def test_a_sampler_has_the_weights_that_its_path_had_when_it_was_made(
+    client: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    """What is saved again under the same name is another one; old samplers keep what they have."""
+    model = client.create_lora_training_client(MODEL, rank=4, seed=1).result()
+    path = model.save_state("same").result().path
+    old = client.create_sampling_client(model_path=path).result()
+    before = logprobs_of(old)
+    model.forward_backward(ROWS, "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    model.save_state("same", overwrite=True).result()
+    after = logprobs_of(client.create_sampling_client(model_path=path).result())
+    assert after == logprobs_of(model.save_weights_and_get_sampling_client().result()) != before
+    assert logprobs_of(old) == before
+    for _ in range(MOST_SNAPSHOTS):  # which make the old one leave: it is nowhere any more
+        logprobs_of(model.save_weights_and_get_sampling_client().result())
+    with pytest.raises(tinker.RequestFailedError, match="saved anew") as caught:
+        logprobs_of(old)
+    assert caught.value.category is types.RequestErrorCategory.User
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError):
+        client.create_sampling_client(model_path=path).result()
+
+
 def test_runs_and_checkpoints_are_listed_and_deleted(
     client: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
@@ -184,6 +212,9 @@ def test_the_files_of_an_adapter_come_by_urls_without_a_key(
         assert "model.layers.0.mlp.up_proj.lora_a" in np.load(io.BytesIO(response.read()))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(urls[name].replace(name, "other"))
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(urllib.error.HTTPError, match="40"):
+        urllib.request.urlopen(urls[name])
 
 
 def test_the_server_says_what_it_serves(rest: tinker.RestClient) -> None:
