@@ -25,7 +25,7 @@ from shardmlx.errors import UserError
 TARGETS = "target_tokens"
 
 LEAST_EPS = 1e-37
-"""About the least number that a float32 has with all its digits."""
+"""The least number, about, that a float32 has with all its digits."""
 
 LONGEST_NAME = 500
 """Characters of a state's name."""

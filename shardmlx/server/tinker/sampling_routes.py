@@ -84,7 +84,7 @@ class SamplingRoutes:
                 raise UserError("there is neither base_model nor model_path", "give one of them")
             return name, None
         saved = await self._desk.saved(state_of(path))
-        # What is saved anew under the same name is another one.
+        # A state that is saved anew under the same name is another one.
         key = f"{path}, saved at {saved.saved_at!r}"
         snapshot = HeldSnapshot(key, saved.state, saved.saved_at)
         snapshot = self._desk.registry.snapshots.setdefault(key, snapshot)
