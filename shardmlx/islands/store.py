@@ -65,8 +65,8 @@ class Report:
     island: str
     life: int
     base: int
-    rows: int = 1
-    tokens: int = 0
+    rows: int
+    tokens: int
     norm: float = 0.0
 
     @property

@@ -50,7 +50,7 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         body = tmp_path / "body"
         np.ones(TENSOR.shape, np.float32).tofile(body)
         rounds.hear(name)
-        rounds.take(Report(island=name, life=1, base=base, tokens=1200), 0, body)
+        rounds.take(Report(island=name, life=1, base=base, rows=1, tokens=1200), 0, body)
 
     def text(selector: str) -> str:
         script = "return document.querySelector(arguments[0]).textContent"

@@ -394,7 +394,7 @@ def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_on
     assert rounds.join("ann", JOIN).versions == [None]
     assert (rounds.version, rounds.version_for("ann", 0, after=-1)) == (0, -1)
     with pytest.raises(Refusal) as refusal:
-        rounds.check(Report(island="ann", life=1, base=0), 0)
+        rounds.check(Report(island="ann", life=1, base=0, rows=1, tokens=1), 0)
     assert (refusal.value.status, refusal.value.more) == (409, {"retry": True})
     now[0] = 61
     rounds.hear("ben")

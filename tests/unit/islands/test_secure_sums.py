@@ -60,7 +60,7 @@ class Run:
     def say(self, name: str, **message: Any) -> dict[str, Any]:
         if "keys" not in message:
             message["attempt"] = self.sum.id
-        report = Report(island=name, life=1, base=0, rows=ROWS[name])
+        report = Report(island=name, life=1, base=0, rows=ROWS[name], tokens=1)
         self.answers[name] = self.sum.tell(report, message)
         return self.answers[name]
 
@@ -254,7 +254,7 @@ def test_who_comes_late_or_from_another_sum_begins_anew(tmp_path: Path) -> None:
     run.close()
     late = run.say("eve", keys=Member().public_keys)
     assert (late["phase"], late["problem"]) == (OVER, "too late for this round")
-    report = Report(island="ann", life=1, base=0)
+    report = Report(island="ann", life=1, base=0, rows=1, tokens=1)
     assert run.sum.tell(report, {"attempt": "another"})["phase"] == OVER
     with pytest.raises(Refusal):
         run.sum.put("ann", tmp_path / "early")

@@ -56,7 +56,7 @@ def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
 def put(store: FragmentStore, island: str, base: int, value: float, life: int = 1) -> None:
     body = store.new_file()
     body.write_bytes(np.full(10, value, np.float32).tobytes())
-    store.add(body, Report(island=island, life=life, base=base, tokens=1, norm=value))
+    store.add(body, Report(island=island, life=life, base=base, rows=1, tokens=1, norm=value))
 
 
 def _seed(store: FragmentStore) -> None:
@@ -75,7 +75,7 @@ def _put_tens(store: FragmentStore) -> None:
     (encoding,) = [each for each in parts if each.nbytes((10,)) == store.report_bytes]
     body.write_bytes(encoding.encode(tens, None).tobytes())
     try:
-        store.add(body, Report(island="ann", life=1, base=0, tokens=1, norm=10))
+        store.add(body, Report(island="ann", life=1, base=0, rows=1, tokens=1, norm=10))
     finally:
         body.unlink(missing_ok=True)
 
@@ -224,6 +224,8 @@ def test_what_was_acknowledged_is_there_whatever_call_the_power_is_cut_at(
                     step(store)
                     acknowledged += 1
             again = opened(disk.root / "fragment", encoding)
+            left = [name for name in by_file(again.directory) if not name.startswith("v")]
+            assert left == [each.file for each in again.pending]
             has_step = again.version == 1
             has_report = has_step or bool(again.pending)
             assert [again.version is not None, has_report, has_step][:acknowledged] == (
@@ -249,7 +251,8 @@ def test_where_no_difference_is_known_the_mean_of_a_file_is_the_only_one(tmp_pat
     assert store.masked_bytes == 2 * START.nbytes
     mean = store.new_file()
     mean.write_bytes((START + 1).tobytes())
-    report = Report(island="ann", life=1, base=0, tokens=5)
+    report = Report(island="ann", life=1, base=0, rows=1, tokens=5)
+    assert report.norm == 0.0
     store.advance([report], summed, mean)
     assert weights(store) == [-1.0] * 10
     assert store.facts.counted == {"ann": report}
@@ -268,6 +271,7 @@ def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> N
     tokens = dict(run.tokens)
     assert sorted(tokens) == ["ann", "ben"]
     assert len({*tokens.values()}) == 2
+    assert {*map(len, tokens.values())} == {43}  # 256 bits
     assert stat.S_IMODE((tmp_path / "tokens" / "ann").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "tokens").stat().st_mode) == 0o700
     with pytest.raises(UserError, match="another hub"):
