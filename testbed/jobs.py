@@ -105,6 +105,9 @@ class Running:
             tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
             for _ in range(2)
         ]
+        for file in self._files:
+            # They write at the end, wherever a reader of the same file is.
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         # An mpirun that was killed leaves files there, on which a later one with the same process
         # number would fail to start. Not TMPDIR: in it MLX keeps kernels that it has compiled.
         self._temporary = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
