@@ -84,6 +84,11 @@ class Plan:
         """The ``actions`` without a proof, for the memory of a plan among many."""
         return self.unproved_grid(self.runs * self.microbatches)
 
+    def prove(self) -> None:
+        """Raise ``ScheduleError`` unless its order of actions ends, in the shortest step alike."""
+        plan = self.shortest_alike
+        plan.grid(plan.microbatches)
+
     @property
     def shares(self) -> tuple[int, ...]:
         """Rows of each replica."""

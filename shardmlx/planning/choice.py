@@ -217,6 +217,7 @@ def choose(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total
     limit = search.shortest * (1 + CLOSE)
     fast = (each for each in search.found.values() if each.seconds <= limit)
     best = min(fast, key=lambda each: each.costs(facts.cluster))
+    best.plan.prove()
     mean = facts.lengths.mean(best.plan.pack)
     return Choice(
         asked=run,

@@ -252,6 +252,8 @@ def test_a_choice_for_many_machines_asks_for_few_peaks_and_divides_layers_seldom
     assert found["lay_out"] < 50
     assert found["held"] < 40_000
     assert found["stage_memory"] < 1200
+    assert found["prove"] == 1
+    assert found["validate"] <= 1, "only the chosen plan is proved"
 
 
 def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) -> None:
