@@ -104,6 +104,24 @@ def test_whoever_says_the_last_line_tells_its_peers_once(
     assert [peer for peer, beat in job.channel.posted if beat.state is State.REPORTED] == [1, 2]
 
 
+def test_who_is_about_to_report_a_failure_tells_its_peers() -> None:
+    job = Job()
+    job.shutdown.on_turn()
+    while [peer for peer, beat in job.channel.posted if beat.fails][:2] != [1, 2]:
+        assert not job.ended.wait(0.01)
+    assert not job.shutdown.leaves_report()
+    job.watch.close()
+
+
+def test_who_hears_that_a_peer_is_about_to_report_leaves_it_to_it() -> None:
+    job = Job((1, Beat("step 3", fails=True)))
+    job.shutdown.on_turn()
+    while not job.shutdown.leaves_report():
+        assert not job.ended.wait(0.01)
+    job.watch.close()
+    assert not any(beat.fails for _, beat in job.channel.posted)
+
+
 def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     job = Job((1, Beat("step 3", (), State.REPORTED)))
     assert job.shutdown.reported.wait(10)
