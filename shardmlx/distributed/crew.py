@@ -21,7 +21,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from shardmlx.distributed.agreement import AgreedError
@@ -54,11 +54,11 @@ class _Command:
 
     part: tuple[str | int, ...]
     method: str
-    args: Sequence[Any] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    is_prompt: bool = False
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    is_prompt: bool
     """True if the next command comes soon."""
-    is_together: bool = False
+    is_together: bool
     """True if ranks wait for each other in it: an error on one of them ends the job."""
 
 

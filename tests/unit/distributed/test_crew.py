@@ -178,6 +178,56 @@ def test_many_commands_ahead_of_their_answers() -> None:
     assert [each for _, each in others] == [told] * 2
 
 
+def test_rank_0_goes_no_more_than_16_commands_ahead_of_their_answers() -> None:
+    def work(crew: Crew[Worker]) -> list[int]:
+        pending = [crew.begin(Worker.tell, number) for number in range(16)]
+        before = len(pending[0].answers)
+        pending.append(crew.begin(Worker.tell, 16))
+        return [before, *(len(each.answers) for each in pending)]
+
+    (answers, _), *_ = on_ranks(work)
+    assert answers == [1, RANKS, *[1] * 16]
+
+
+def test_what_rank_0_refuses_to_do_itself_is_raised_at_once() -> None:
+    def work(crew: Crew[Worker]) -> str:
+        with pytest.raises(AgreedError, match="the disk is full"):
+            crew.begin(Worker.refuse, 0)
+        return "goes on"
+
+    (answer, _), *_ = on_ranks(work)
+    assert answer == "goes on"
+
+
+def test_answers_that_nobody_asked_for_are_taken_before_all_leave_with_an_error() -> None:
+    def work(crew: Crew[Worker]) -> None:
+        for number in range(3):
+            crew.begin(Worker.tell, number)
+        raise UserError("bad", "mend it")
+
+    for found, told in on_ranks(work):
+        assert (str(found), told) == ("bad: mend it", [0, 1, 2])
+
+
+def test_what_all_ranks_are_told_is_pickled_once() -> None:
+    pickled = []
+
+    class Word:
+        def __reduce__(self) -> tuple[Any, ...]:
+            pickled.append(1)
+            return threading.Event, ()
+
+    class Hasty(Worker):
+        def wait(self, event: Any) -> int:
+            return self._rank
+
+    def rank(transport: Transport) -> Any:
+        return lead(transport, Hasty(transport), lambda crew: crew.all(Hasty.wait, Word()))
+
+    assert LocalNetwork(RANKS, timeout=20).run(rank)[0] == [0, 1, 2]
+    assert pickled == [1]
+
+
 def test_an_error_of_a_command_that_nobody_asks_for_is_raised_at_the_end() -> None:
     def work(crew: Crew[Worker]) -> str:
         crew.begin(Worker.refuse, 2)
