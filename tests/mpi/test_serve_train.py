@@ -203,8 +203,6 @@ def test_the_calls_of_recipes_of_the_cookbook(served: Served) -> None:
     ).result()
     assert told.topk_prompt_logprobs is not None
     assert teacher.compute_logprobs(PROMPT).result() == told.prompt_logprobs
-    other = client.create_training_client_from_state(final[0], user_metadata={"a": "b"}).result()
-    assert other.get_info().lora_rank == 4
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # as in new_client
         rest = client._rest_client()
@@ -217,6 +215,11 @@ def test_the_calls_of_recipes_of_the_cookbook(served: Served) -> None:
     rest.delete_checkpoint_from_tinker_path(for_others).result()
     assert httpx.get(url, timeout=30).status_code == 400
     client.close("success").result()
+
+    later = new_client(served)  # whose model has the room of those
+    other = later.create_training_client_from_state(final[0], user_metadata={"a": "b"}).result()
+    assert other.get_info().lora_rank == 4
+    later.close("success").result()
 
 
 @pytest.mark.parametrize("served", ["2 ranks"], indirect=True)
