@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -323,12 +323,11 @@ def start(directory: Path, quick: bool) -> float:
     return seconds[1] / seconds[0]
 
 
-def tokenised(directory: Path, rows: Sequence[Any], tokenizer: Any, **options: Any) -> None:
-    """Make tokens of all rows."""
+def tokenised(data: str, tokenizer: Any, **options: Any) -> None:
+    """Make tokens of all rows in a directory."""
     from shardmlx.config.train import TrainConfig
     from shardmlx.training.datasets import read_data
 
-    data = write(directory / "rows", train=rows)
     given = {"data": data, "batch_size": 1, "max_seq_length": 1 << 20, **options}
     found = read_data(TrainConfig.from_flat(**given).wanted_data, tokenizer, None)
     for number in range(len(found.train)):
@@ -342,6 +341,7 @@ def a_row(directory: Path, quick: bool, *, masked: bool = False) -> float:
 
     tokenizer = load(tiny(directory))
     rows = [talk(i, 2) for i in range(200 if quick else 2000)]
+    data = write(directory / "rows", train=rows)
     dataset = ChatDataset(rows, tokenizer, mask_prompt=masked)
 
     def theirs() -> None:
@@ -349,7 +349,7 @@ def a_row(directory: Path, quick: bool, *, masked: bool = False) -> float:
             dataset.process(json.loads(line))
 
     def ours() -> None:
-        tokenised(directory, rows, tokenizer, mask_prompt=masked)
+        tokenised(data, tokenizer, mask_prompt=masked)
 
     for work in (ours, theirs):
         work()
@@ -367,10 +367,13 @@ def messages(directory: Path, quick: bool) -> float:
     from mlx_lm.tokenizer_utils import load
 
     tokenizer = load(tiny(directory))
-    few, many = ([talk(i, count, 30) for i in range(2)] for count in (100, 400))
+    few, many = (
+        write(directory / f"{count}", train=[talk(i, count, 30) for i in range(2)])
+        for count in (100, 400)
+    )
 
-    def work(rows: Sequence[Any]) -> None:
-        tokenised(directory, rows, tokenizer, loss_on="assistant")
+    def work(data: str) -> None:
+        tokenised(data, tokenizer, loss_on="assistant")
 
     work(few)
     return by_turns_of(partial(work, few), partial(work, many))

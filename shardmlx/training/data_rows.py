@@ -93,6 +93,8 @@ class Conversations:
         value = value_of(row, key, where)
         if not isinstance(value, list) or not value:
             raise UserError(f"{name} is {shown(value)}, no list of messages", _MESSAGES)
+        if all(map(is_plain, value)):
+            return value
         if any(map(is_turn, value)):
             value = messages_of(value, name)
         return [self.message(each, f"{name}[{i}]") for i, each in enumerate(value)]
@@ -218,7 +220,7 @@ class Conversations:
             is_asked = self.loss_on == ALL or i == last
             if self.loss_on == ASSISTANT:
                 is_asked = message["role"] == "assistant"
-            counts.append(counts_by_itself(message, f"{where}: message {i}") and is_asked)
+            counts.append(counts_by_itself(message, i, where) and is_asked)
         return counts
 
     def message(self, given: Any, name: str) -> Row:
@@ -323,9 +325,11 @@ class Conversations:
         return value
 
 
-def is_plain(message: Row) -> bool:
-    """Return whether a message has nothing but a role that every template knows, and words: there
-    is nothing to check about it."""
+def is_plain(message: Any) -> bool:
+    """Return whether this is a message with nothing but a role that every template knows, and
+    words: there is nothing to check about it."""
+    if not isinstance(message, dict):
+        return False
     content = message.get("content")
     return (
         len(message) == 2

@@ -26,11 +26,12 @@ _FINER_SWITCHES = ("train_detail", "training_detail", "loss_scale")
 _KEYS = frozenset(_SWITCHES).union(_FINER_SWITCHES)
 
 
-def counts_by_itself(message: Mapping[str, Any], name: str) -> bool:
-    """Return whether a message does not deny that it counts. Raises ``UserError``, which calls it
-    ``name``, if what it says of that is not read."""
+def counts_by_itself(message: Mapping[str, Any], number: int, where: str) -> bool:
+    """Return whether a message, the one with a ``number`` in the row ``where``, does not deny that
+    it counts. Raises ``UserError`` if what it says of that is not read."""
     if _KEYS.isdisjoint(message):
         return True
+    name = f"{where}: message {number}"
     for key in _FINER_SWITCHES:
         if key in message:
             raise UserError(

@@ -207,21 +207,22 @@ class SetPart:
             answers = [_shortened(*answer, head, too_long) for answer in answers]
             self.cut += bool(is_new and not self.is_lost[row])
         if is_new:
-            for number, (tokens, start) in enumerate(answers):
-                self.lengths[row, number] = len(tokens)
-                self.counted[row, number] = counted_in(tokens, start, self.most)
+            lengths = [len(tokens) for tokens, _ in answers]
+            counted = [counted_in(tokens, start, self.most) for tokens, start in answers]
+            self.lengths[row] = lengths
+            self.counted[row] = counted
             if not self.is_lost[row]:
-                self._count(row)
+                self._count(lengths, counted)
         if self.is_lost[row]:
             return []
         return [(np.array(tokens, np.int32), start) for tokens, start in answers]
 
-    def _count(self, row: int) -> None:
-        """Count a row that has become tokens for the first time."""
-        self.longest = max(self.longest, int(self.lengths[row].max()))
-        self.idle += int((self.counted[row] == 0).sum())
+    def _count(self, lengths: Sequence[int], counted: Sequence[int]) -> None:
+        """Count a row that has become tokens for the first time, by those of its samples."""
+        self.longest = max(self.longest, *lengths)
+        self.idle += counted.count(0)
         if not self._is_preference:
-            self.cut += int((self.lengths[row] > self.most).sum())
+            self.cut += sum(length > self.most for length in lengths)
 
     def _check(self, tokens: Sequence[int], where: str) -> None:
         """Raise ``UserError`` for a row without a token, one that is too long, or one with a token
