@@ -25,7 +25,7 @@ All replicas use the same layers in the same order, and so start the same exchan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 import mlx.core as mx
@@ -101,7 +101,7 @@ class DividedWeights:
         if following is not None:
             self._start(part, following)
 
-    def forget(self, names: Sequence[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
         """Gather these weights again before their next use: they have changed."""
         for name in names:
             if self._present.get(self._places[name]) == name:
@@ -208,14 +208,19 @@ class Shards:
         """Tell whether this replica keeps a weight between uses."""
         return self.weights is None or self.is_mine(name)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Let weights that replicas divide be gathered again before their next use: their owners
+        have set them anew. All replicas must call it, with the same names."""
+        if self.weights is not None:
+            self.weights.forget(names)
+
     def start_gather(self, names: Sequence[str]) -> None:
         """Start to send the weights ``names`` that are this replica's, and to receive the others.
 
         The weights are evaluated. Incoming ones have buffers at once, not to be read before
         ``finish_gather``. All replicas must call it, with the same names.
         """
-        if self.weights is not None:
-            self.weights.forget(names)
+        self.forget(names)
         if not self.divides or self.weights is not None:
             return
         owned: list[list[mx.array]] = [[] for _ in self.replicas]
