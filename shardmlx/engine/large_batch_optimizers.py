@@ -39,6 +39,10 @@ class LayerwiseOptimizer(optim.Optimizer):
             if part.all_sum is not None:
                 self._sums |= dict.fromkeys(part.pieces, part.all_sum)
 
+    def sums(self, name: str) -> bool:
+        """Return whether ranks sum the norms of a weight."""
+        return name in self._sums
+
     def apply_gradients(
         self, gradients: Mapping[str, mx.array], parameters: Mapping[str, mx.array]
     ) -> Any:

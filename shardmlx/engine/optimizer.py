@@ -256,8 +256,9 @@ class Updater:
             [self.optimizer.state.get(name, {}) for name in names],
             [graphs.updated.pop(name) for name in names],
             [graphs.new[name] for name in names],
-            [graphs.unchanged[name] for name in names if name in graphs.unchanged],
         )
+        # Apart: not all ranks ask for these, and all must sum the norms of pieces in one order.
+        begin_evaluation([graphs.unchanged[name] for name in names if name in graphs.unchanged])
 
     def _gradients_and_weights(
         self, scale: float
@@ -281,7 +282,11 @@ class Updater:
 
     def _in_pieces(self) -> list[UpdatePiece]:
         """Return the trained weights in pieces."""
-        sizes = {name: stage.part[name].size for stage in self.stages for name in stage.names}
+        sizes = {
+            name: self._size_in_pieces(stage.part, name)
+            for stage in self.stages
+            for name in stage.names
+        }
         layers: list[Mapping[str, int]] = []
         ends: list[Mapping[str, int]] = []
         for place, names in groupby(sizes, layer_of):
@@ -293,6 +298,16 @@ class Updater:
         divides = self.shards is not None and self.shards.divides
         given = ahead_of_gpu(FLOAT32) if mx.default_device() == mx.gpu else 0
         return pieces_of(layers, ends, facts, self.piece_bytes, given=given, by_layer=divides)
+
+    def _size_in_pieces(self, part: Slice, name: str) -> int:
+        """Return the numbers of a weight; of the whole one where ranks that have pieces of it sum
+        its norm in the update. They must begin weights in the same order and groups, and their
+        pieces may be unequal."""
+        size: int = part[name].size
+        if not (isinstance(self.optimizer, LayerwiseOptimizer) and self.optimizer.sums(name)):
+            return size
+        piece = part.pieces[name]
+        return size // piece.size * piece.whole
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

@@ -92,7 +92,7 @@ class Snapshots:
                     for stage in stages:
                         if name in stage.part:
                             stage.part[name] = array
-                # What references were computed with was gathered of the weights before these.
+                # References were computed with layers gathered of the weights before these.
                 self._run.engine.shards.forget(name for stage in stages for name in stage.names)
             elif reading.kind == OPTIMIZER:
                 self._updater.restore(dict(arrays))

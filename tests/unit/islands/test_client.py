@@ -120,7 +120,7 @@ def test_a_hub_that_is_not_there_is_named_with_what_to_do() -> None:
         (404, b"<html>", Refusal, "{url}"),
         (404, b'{"error": {"message": "no such path"}}', Refusal, "{url}"),
         (200, b'{"status": "ok"}', UserError, "Terms is none"),
-        (200, b"[]", UserError, "{url}: no answer in .* no object"),
+        (200, b"[]", UserError, "{url}: no answer in .* not an object"),
         (200, b"\xff", UserError, "{url}: no answer"),
     ],
 )

@@ -421,7 +421,7 @@ def test_half_a_character_within_the_arguments_of_a_call_too(api: str) -> None:
 
 def test_a_body_that_is_no_utf_8_is_refused_with_its_halves() -> None:
     body = json.dumps({"messages": [USER]}).encode().replace(b"?", b"\xff\\ud83d")
-    with pytest.raises(ApiError, match="no JSON"):
+    with pytest.raises(ApiError, match="not JSON"):
         read_chat(body, terms(Letters()))
 
 
