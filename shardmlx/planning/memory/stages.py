@@ -25,6 +25,10 @@ from shardmlx.planning.memory.training_setup import FLOAT32, Ratios, TrainingSet
 HEAD_ARRAYS = 8
 """Arrays of hidden states that pass in the norm and the loss beside the logits."""
 
+LOGITS_OF_PIECE = 4
+"""Float32 arrays of the logits of a piece of the loss. Three exist at a time. On a CPU a loop's
+loss may be one piece of a whole chunk, with two arrays, which are four of half a chunk."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
@@ -267,11 +271,12 @@ def _logits(stage: _Stage) -> int:
 
 
 def _loss_piece(stage: _Stage) -> int:
-    """Return the temporary bytes of a piece of the loss: five float32 arrays of its logits."""
+    """Return the temporary bytes of a piece of the loss."""
     setup = stage.setup
     if not stage.is_last or setup.loss_piece is None:
         return 0
-    return positions_of_piece(setup.loss_piece) * setup.shape.vocab_size * 5 * FLOAT32
+    logits = positions_of_piece(setup.loss_piece) * setup.shape.vocab_size
+    return LOGITS_OF_PIECE * logits * FLOAT32
 
 
 def _held(stage: _Stage) -> tuple[int, int]:

@@ -274,7 +274,7 @@ def test_a_cpu_has_one_piece_of_what_learns_in_a_micro_batch_as_long_as_a_chunk(
 
 
 def test_one_piece_of_a_whole_chunk_has_the_memory_of_two_arrays_of_logits() -> None:
-    """Its gradient takes the room of the logits: five arrays of half a chunk are planned."""
+    """Its gradient takes the room of the logits: four arrays of half a chunk are planned."""
     chunk, vocabulary = 96, 30_000
     part = Slice(tiny_model(layers=1, vocab_size=vocabulary), 0, 1)
     head = Head(part, Savings(loss_chunk=chunk), compiled=False)
