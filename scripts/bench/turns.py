@@ -202,12 +202,6 @@ class Found:
             name: [float(answers[0][key]) for answers in own] for name, own in self.turns.items()
         }
 
-    def peak(self, name: str, key: str) -> int:
-        """Return the most bytes that a rank names in its answers or in the summary."""
-        summary = self.summaries.get(name)
-        ranks = summary["ranks"] if summary else [each for own in self.turns[name] for each in own]
-        return max(int(each[key]) for each in ranks)
-
 
 def in_turns(contenders: Iterable[Contender], rounds: int) -> Found:
     """Let the contenders work by turns, and end."""

@@ -13,12 +13,11 @@ import numpy as np
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.pipeline.mesh import Mesh
-from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.planning.facts.cluster import pipeline_seconds
 from shardmlx.planning.facts.plan_facts import PlanFacts
 from shardmlx.planning.layout import divide_batch
 from shardmlx.planning.time.parts import COMPUTED_AGAIN, ModelSeconds
-from shardmlx.planning.ways import size_of
+from shardmlx.planning.ways import size_of, virtual_of
 
 SET_UP_TOKENS = 24
 """Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
@@ -39,7 +38,7 @@ def bounded_alike(way: RunSpec, facts: PlanFacts) -> tuple[object, ...]:
     batch = way.batch
     stages = way.layout.pipeline_stages
     of_batch = (batch.pack, size_of(way), batch.loss_chunk, batch.recompute)
-    return stages, _virtual(way, facts) == 1, *of_batch
+    return stages, virtual_of(way.layout.schedule, facts) == 1, *of_batch
 
 
 def least_seconds(way: RunSpec, facts: PlanFacts) -> float:
@@ -64,15 +63,9 @@ def least_seconds(way: RunSpec, facts: PlanFacts) -> float:
     last = len(models[0].layers) - 1
     indivisible = microbatches * min(model.stage(last, last + 1).microbatch for model in models)
     filling = 0.0
-    if _virtual(way, facts) == 1:
+    if virtual_of(way.layout.schedule, facts) == 1:
         filling = _seconds_of_filling(models, microbatches)
     return max(least, (1 - _ROUNDING) * max(indivisible, filling))
-
-
-def _virtual(way: RunSpec, facts: PlanFacts) -> int:
-    if facts.stage_map is not None:
-        return facts.stage_map.virtual
-    return get_schedule(way.layout.schedule).default_virtual
 
 
 def _speeds(models: Sequence[ModelSeconds]) -> list[float]:

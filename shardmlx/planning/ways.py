@@ -87,7 +87,7 @@ def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
     packs = ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,)
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
-        virtual = _virtual(schedule, facts)
+        virtual = virtual_of(schedule, facts)
         chunks = [batch.loss_chunk]
         if run.loss.objective != SFT:
             chunks = [COUNTED]  # answers alone count
@@ -123,7 +123,8 @@ def _schedules(run: RunSpec, facts: PlanFacts, pp: int) -> list[str]:
     return names
 
 
-def _virtual(schedule: str, facts: PlanFacts) -> int:
+def virtual_of(schedule: str, facts: PlanFacts) -> int:
+    """Return how many stages each rank has: the stage map's, or those that a schedule asks for."""
     if facts.stage_map is not None:
         return facts.stage_map.virtual
     return get_schedule(schedule).default_virtual
@@ -176,7 +177,7 @@ def _nothing_left(run: RunSpec, facts: PlanFacts, meshes: list[Mesh]) -> UserErr
         )
     errors = []
     for mesh, name in product(meshes, names):
-        virtual = _virtual(name, facts)
+        virtual = virtual_of(name, facts)
         try:
             rows, size = divide_batch(run, mesh)
             get_schedule(name).check(mesh.pp, -(-rows // size), virtual)
