@@ -138,7 +138,7 @@ def parse_row(line: bytes, where: str) -> Row:
     except (ValueError, RecursionError) as error:
         # A number of thousands of digits, or deeply nested brackets.
         raise UserError(f"{where} cannot be read: {one_line(error)}", remedy) from None
-    if not isinstance(row, Mapping):
+    if not isinstance(row, dict):
         raise UserError(f"{where} is {text[:40]}, no object", remedy)
     return row
 

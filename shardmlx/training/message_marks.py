@@ -118,16 +118,18 @@ def unused_nonce(text: str) -> str:
     return next(nonce for nonce in nonces if nonce.lower() not in lower)
 
 
-def texts_of(message: Message, key: str | None = None) -> Iterator[str]:
-    """Yield the texts of a message, or of one of its keys, that marks can stand around."""
+def texts_of(message: Message, key: str | None = None) -> list[str]:
+    """Return the texts of a message, or of one of its keys, that marks can stand around."""
+    texts: list[str] = []
     for each, value in message.items():
         if _holds_words(message, each) and key in (None, each):
-            yield from _texts_in(value)
+            _add_texts(value, texts)
+    return texts
 
 
 def has_words(message: Message) -> bool:
     """Return whether a message has any text but white space."""
-    return any(text.strip() for text in texts_of(message))
+    return any(map(str.strip, texts_of(message)))
 
 
 def unmarked_in(message: Message) -> Iterator[str]:
@@ -152,16 +154,16 @@ def _holds_words(message: Message, key: str) -> bool:
     return key not in _REFERENCES and not (key == "name" and message["role"] in _TOOL_ROLES)
 
 
-def _texts_in(value: Any) -> Iterator[str]:
+def _add_texts(value: Any, texts: list[str]) -> None:
     if isinstance(value, str):
-        yield value
+        texts.append(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             if key not in _REFERENCES:
-                yield from _texts_in(each)
+                _add_texts(each, texts)
     elif isinstance(value, list):
         for each in value:
-            yield from _texts_in(each)
+            _add_texts(each, texts)
 
 
 @dataclass(slots=True)

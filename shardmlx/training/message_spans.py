@@ -347,7 +347,7 @@ def _forms(reading: Reading, between: Sequence[Message], one: int, other: int) -
 
 def _form(message: Message) -> tuple[Any, ...]:
     """Return the role of a message, its keys, and those of them that hold words."""
-    said = tuple(key for key in message if any(text.strip() for text in texts_of(message, key)))
+    said = tuple(key for key in message if any(map(str.strip, texts_of(message, key))))
     return (message["role"], tuple(message), said)
 
 
