@@ -6,9 +6,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import lt
 from typing import Any, Protocol
 
@@ -49,18 +48,14 @@ def balanced(problem: Problem) -> StageMap:
     Embedding and lm_head count. Stages stay in their places. The stages of a rank are balanced one
     by one, not by their sum, since a schedule alternates between them.
     """
-    # Floats are fractions of powers of two: scaled to integers, their exact sums make equal stages
-    # compare equal on every machine.
-    weights = []
-    for costs in problem.costs:
-        exact = [Fraction(cost) for cost in costs.layers]
-        exact[0] += Fraction(costs.embedding)
-        exact[-1] += Fraction(costs.head)
-        weights.append(exact)
-    scale = max(weight.denominator for exact in weights for weight in exact)
-    upto = [list(accumulate((int(each * scale) for each in exact), initial=0)) for exact in weights]
-    sums = [np.array(each, object) for each in upto]
-    loads = _Sums([sums[rank] for rank in problem.placement])
+    # Exact sums make equal stages compare equal on every machine.
+    exact = {costs: costs.exact_sums() for costs in {*problem.costs}}
+    scale = max(own for _, own in exact.values())
+    sums = {
+        costs: np.array([each * (scale // own) for each in upto], object)
+        for costs, (upto, own) in exact.items()
+    }
+    loads = _Sums([sums[problem.costs[rank]] for rank in problem.placement])
     return problem.stage_map(evenest(problem.num_layers, problem.num_stages, loads))
 
 

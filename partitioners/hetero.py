@@ -38,8 +38,15 @@ kinds, or 140 of two."""
 _ROUNDING = 1e-12
 """Relative difference below which sums are equal."""
 
+_LOOSE = 1e-9
+"""Relative difference by which rounding may make a bound too large."""
+
 Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""
+
+Ends = list[list[NDArray[np.intp]]]
+"""By stage, kind of machine, and the first layer of a stage: where the longest that fits ends, or
+0."""
 
 
 def step_cost(problem: Problem, stage_map: StageMap) -> float:
@@ -94,7 +101,11 @@ def fastest_in_order(problem: Problem) -> StageMap:
 
 
 def _fastest(problem: Problem, kinds: Kinds, tried: Sequence[Orders]) -> StageMap:
-    tables = Tables.of(problem, kinds)
+    ends = _ends(problem, kinds)
+    tried = [orders for orders in tried if ends is None or _may_fit(ends, orders)]
+    if not tried:
+        raise NoOrderFitsError(problem)
+    tables = Tables.of(problem, kinds, ends)
     answer: tuple[float, Path] | None = None
     for orders in tried:
         answer = _search(tables, orders, problem.microbatches, answer)
@@ -125,14 +136,17 @@ def _search(
     tables: Tables, orders: Orders, microbatches: int, best: tuple[float, Path] | None
 ) -> tuple[float, Path] | None:
     """Return the fastest step in any of the orders, and its path, unless ``best`` is as fast."""
-    times = np.unique(tables.time[np.isfinite(tables.time)])
+    times = tables.levels
     repeats = microbatches - 1
+    # All micro-batches pass the slowest machine.
+    most = math.inf if best is None else best[0] / microbatches
+    last = int(np.searchsorted(times, most, side="right")) - 1
     # Ranges of the maximum, from times[low] to times[high], with lower bounds of the step and the
     # sum: the most promising range first.
-    ranges = [(-math.inf, 0, len(times) - 1, -math.inf)]
+    ranges = [(-math.inf, 0, last, -math.inf)]
     while ranges:
         bound, low, high, least = heapq.heappop(ranges)
-        if best is not None and bound >= best[0] * (1 - _ROUNDING):
+        if high < low or (best is not None and bound >= best[0] * (1 - _ROUNDING)):
             break
         # The whole range at first, since that bounds the sum.
         middle = high if math.isinf(least) else (low + high) // 2
@@ -233,6 +247,11 @@ class Orders:
             nodes = list(following)
         return cls(kinds, tuple(counts), tuple(placings))
 
+    @property
+    def nodes_after(self) -> tuple[int, ...]:
+        """The number of nodes after each stage."""
+        return (*self.nodes[1:], 1)
+
     def placement(self, path: Sequence[int]) -> tuple[int, ...]:
         """Return the rank of each stage from its kind; a kind's ranks come in their order."""
         left = [iter(ranks) for ranks in self.kinds]
@@ -244,19 +263,21 @@ class Tables:
     """A problem as arrays, by kinds of machines.
 
     A stage is its number of layers and its end, [width, stop]. ``time[kind]`` of a micro-batch and
-    ``whole[kind]``, with what passes once, are inf for impossible stages. ``fits[stage][kind]`` is
-    False for those without room, or None if memory is unknown. ``links`` has the round trip from
-    each kind to each.
+    ``whole[kind]``, with what passes once, are inf for impossible stages; ``levels`` are the times
+    that the slowest stage may take, ascending. ``fits[stage][kind]`` is False for stages without
+    room, or None if memory is unknown. ``links`` has the round trip from each kind to each.
     """
 
     time: Array
     whole: Array
+    levels: Array
     links: Array
     fits: list[list[NDArray[np.bool_]]] | None
 
     @classmethod
-    def of(cls, problem: Problem, kinds: Kinds) -> Self:
-        """Return the tables of a problem, for machines of these kinds."""
+    def of(cls, problem: Problem, kinds: Kinds, ends: Ends | None) -> Self:
+        """Return the tables of a problem, for machines of these kinds, on which stages fit up to
+        their ``ends``."""
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
         times = np.stack([_times(problem.costs[rank], problem.num_stages) for rank in ranks])
@@ -264,13 +285,12 @@ class Tables:
         if problem.once:
             once = [_times(problem.once[rank], problem.num_stages) for rank in ranks]
             whole = times + np.stack(once)
-        fits = None
-        if not all(map(math.isinf, problem.capacity)):
-            memories = [problem.capacity[rank] for rank in ranks]
-            fits = [_fits(problem, stage, memories) for stage in range(problem.num_stages)]
+        least = (1 - _LOOSE) * _least_slowest(problem, kinds)
+        levels = np.unique(times[np.isfinite(times) & (times >= least)])
+        fits = None if ends is None else [[*map(_fits, of_stage)] for of_stage in ends]
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
-        return cls(times, whole, links, fits)
+        return cls(times, whole, levels, links, fits)
 
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
         """Return whole times [width, stop]; inf where a micro-batch takes over ``limit``, or a
@@ -285,24 +305,67 @@ class Tables:
         return least + self.links[:, kind, None] if stage > 0 else least
 
 
+def _least_slowest(problem: Problem, kinds: Kinds) -> float:
+    """Return what the slowest stage takes at least: each machine is as long busy, with those of its
+    layers that it computes fastest beside the first machine."""
+    costs = np.array([_costs_of_layers(problem.costs[members[0]]) for members in kinds])
+    if not costs.all():
+        return 0.0
+    speeds = (costs[0] / costs).max(axis=1)
+    least: float = costs[0].sum() / (speeds @ [*map(len, kinds)])
+    return least
+
+
+def _costs_of_layers(costs: LayerCosts) -> list[float]:
+    layers = [*costs.layers]
+    layers[0] += costs.embedding
+    layers[-1] += costs.head
+    return layers
+
+
 @lru_cache(maxsize=64)
 def _times(costs: LayerCosts, num_stages: int) -> Array:
     """Return the times of stages by [width, stop]; inf of those that leave others no layer."""
     num_layers = len(costs.layers)
     widest = num_layers - (num_stages - 1)
     table = np.full((num_layers + 1,) * 2, math.inf)
-    for stop in range(1, num_layers + 1):
-        for start in range(max(0, stop - widest), stop):
-            table[stop - start, stop] = costs.total(start, stop)
+    upto, scale = costs.exact_sums()
+    for width in range(1, widest + 1):
+        ends = zip(upto[:-width], upto[width:], strict=True)
+        table[width, width:] = [(stop - start) / scale for start, stop in ends]
     return table
 
 
-def _fits(problem: Problem, stage: int, memories: Sequence[float]) -> list[NDArray[np.bool_]]:
-    """Return, for machines with these bytes, which stages have room, by [width, stop]."""
-    ends = {memory: _ends_that_fit(problem, stage, memory) for memory in {*memories}}
-    stops = np.arange(problem.num_layers + 1)
+def _fits(ends: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Return which stages have room, by [width, stop], from the ``ends`` of the longest."""
+    stops = np.arange(len(ends))
     starts = stops - stops[:, None]
-    return [(starts >= 0) & (stops <= ends[memory][starts]) for memory in memories]
+    fits: NDArray[np.bool_] = (starts >= 0) & (stops <= ends[starts])
+    return fits
+
+
+def _ends(problem: Problem, kinds: Kinds) -> Ends | None:
+    """Return the ends of the longest stages that fit, or None if memory is unknown."""
+    if all(map(math.isinf, problem.capacity)):
+        return None
+    memories = [problem.capacity[members[0]] for members in kinds]
+    ends = []
+    for stage in range(problem.num_stages):
+        of_stage = {memory: _ends_that_fit(problem, stage, memory) for memory in {*memories}}
+        ends.append([of_stage[memory] for memory in memories])
+    return ends
+
+
+def _may_fit(ends: Ends, orders: Orders) -> bool:
+    """Return whether stages reach the end of the model in some order, each of them beginning where
+    it ends last. If not, no order fits."""
+    reached = np.zeros(1, np.intp)
+    for of_stage, placings, nodes in zip(ends, orders.placings, orders.nodes_after, strict=True):
+        before, reached = reached, np.zeros(nodes, np.intp)
+        for kind, sources, targets in placings:
+            farthest = np.maximum.accumulate(of_stage[kind])[before[sources]]
+            reached[targets] = np.maximum(reached[targets], farthest)
+    return bool(reached[0] == len(ends[0][0]) - 1)
 
 
 def _ends_that_fit(problem: Problem, stage: int, memory: float) -> NDArray[np.intp]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -41,6 +42,17 @@ class LayerCosts:
         """Return the cost of layers ``start`` to ``stop`` as a stage, with its ends."""
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
         return math.fsum((*self.layers[start:stop], *ends))
+
+    def exact_sums(self) -> tuple[list[int], int]:
+        """Return the costs of the layers below each, with the ends, as multiples of a small unit,
+        and how many of it make 1: a difference, divided by these, is a ``total``, to the bit."""
+        ends = (self.embedding, self.head)
+        ratios = [cost.as_integer_ratio() for cost in (*self.layers, *ends)]
+        scale = max(denominator for _, denominator in ratios)  # floats have powers of two
+        *layers, embedding, head = (each * (scale // denominator) for each, denominator in ratios)
+        layers[0] += embedding
+        layers[-1] += head
+        return [*accumulate(layers, initial=0)], scale
 
 
 @runtime_checkable

@@ -79,13 +79,14 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
 
     def rank_actions(actions: Sequence[Action]) -> Iterator[Action]:
         received: set[tuple[int, int]] = set()
-        for stage, kind, microbatch in actions:
+        for action in actions:
+            stage, kind, microbatch = action
             for part in expansions[stage][kind]:
                 if part is RECV_B:
                     if (stage, microbatch) in received:  # I has received it before W
                         continue
                     received.add((stage, microbatch))
-                yield Action(stage, part, microbatch)
+                yield action if part is kind else Action(stage, part, microbatch)
 
     return tuple(tuple(rank_actions(actions)) for actions in grid)
 

@@ -64,9 +64,10 @@ class Plan:
         are proved to end. Raises ``UserError`` if the schedule cannot run so many."""
         return self._by_rank(_proved_grid, microbatches)
 
-    def unproved_grid(self, microbatches: int) -> Grid:
-        """Return what ``grid`` does without a proof, for a prediction of a plan among many."""
-        return self._by_rank(_lowered_grid, microbatches)
+    def computing(self, microbatches: int) -> Grid:
+        """Return what ``grid`` does without messages and a proof, for a simulation of a plan among
+        many."""
+        return self._by_rank(_computing_grid, microbatches)
 
     def _by_rank(self, grid_of: Callable[..., Grid], microbatches: int) -> Grid:
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
@@ -82,7 +83,7 @@ class Plan:
     @property
     def unproved_actions(self) -> Grid:
         """The ``actions`` without a proof, for the memory of a plan among many."""
-        return self.unproved_grid(self.runs * self.microbatches)
+        return self._by_rank(_lowered_grid, self.runs * self.microbatches)
 
     def prove(self) -> None:
         """Raise ``ScheduleError`` unless its order of actions ends, in the shortest step alike."""
@@ -134,7 +135,7 @@ class Plan:
         return self.stage_map.stages_of(pipeline_rank)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _lowered_grid(
     schedule: str, pp: int, virtual: int, trainable: tuple[bool, ...], microbatches: int
 ) -> Grid:
@@ -142,6 +143,15 @@ def _lowered_grid(
     share them."""
     grid = compute_actions(schedule, pp, microbatches, virtual)
     return lower(grid, get_schedule(schedule).placement(pp, virtual), trainable)
+
+
+@lru_cache(maxsize=64)
+def _computing_grid(
+    schedule: str, pp: int, virtual: int, trainable: tuple[bool, ...], microbatches: int
+) -> Grid:
+    """Return lowered actions without messages: as if all stages were on one rank."""
+    grid = compute_actions(schedule, pp, microbatches, virtual)
+    return lower(grid, [0] * len(trainable), trainable)
 
 
 @lru_cache(maxsize=64)

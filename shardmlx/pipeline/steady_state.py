@@ -41,7 +41,9 @@ def makespan(
             if seconds is None:
                 continue
             more = (microbatches - few) % longer
-            step, next_step = simulated(few + more), simulated(few + more + longer)
+            if more:
+                step = simulated(few + more)
+            next_step = simulated(few + more + longer)
             # A step is as long as the longest chain of actions in it: what each further period adds
             # never becomes less, and is not more than the slowest rank's.
             if abs(next_step.makespan - step.makespan - seconds) <= TOLERANCE * seconds:

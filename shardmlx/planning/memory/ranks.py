@@ -18,13 +18,16 @@ from shardmlx.planning.memory.generation import GenerationSetup, beside_weights
 from shardmlx.planning.memory.stages import StageMemory, held_once, stage_memory
 from shardmlx.planning.memory.training_setup import TrainingSetup
 
+F, I, W = Kind.F, Kind.I, Kind.W
+SEND_F, RECV_F, SEND_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B
+
 _NUMBERS = (
     *("after_forward", "after_input", "during_forward", "during_input", "during_weight"),
     "gradients",
 )
 """Names of the bytes of a stage that come and go with its actions."""
 
-_DURING = {Kind.F: "during_forward", Kind.I: "during_input", Kind.W: "during_weight"}
+_DURING = {F: "during_forward", I: "during_input", W: "during_weight"}
 """The bytes that pass in an action."""
 
 Needs = tuple[tuple[int, bool, bool], ...]
@@ -249,24 +252,27 @@ def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> N
     change, passing, summed = (np.zeros(shape, np.int64) for _ in range(3))
     is_forward = np.zeros((len(actions), 1), bool)
     held: dict[tuple[int, int], int] = {}  # the column of what a micro-batch holds in a stage
+    first_sums: dict[int, int] = {}  # the row in which a stage has gradients from on
     for row, (stage, kind, microbatch) in enumerate(actions):
         key = (stage, microbatch)
         left = None
         if kind not in _DURING:
             continue
         passing[row, column[stage, _DURING[kind]]] = 1
-        if kind is Kind.F:
+        if kind is F:
             is_forward[row] = True
             left = column[stage, "after_forward"]
-        elif kind is Kind.I and own[stage][1]:  # if no W follows, nothing is held for it
+        elif kind is I and own[stage][1]:  # if no W follows, nothing is held for it
             left = column[stage, "after_input"]
         if key in held:
             change[row, held.pop(key)] -= 1
         if left is not None:
             change[row, left] += 1
             held[key] = left
-        if kind is Kind.W or (kind is Kind.I and sums_at_input):
-            summed[row:, column[stage, "gradients"]] = 1
+        if kind is W or (kind is I and sums_at_input):
+            first_sums.setdefault(stage, row)
+    for stage, row in first_sums.items():
+        summed[row:, column[stage, "gradients"]] = 1
     passing[:, -1] = _message_buffers(actions)
     after = change.cumsum(axis=0)
     before = np.where(is_forward, after, after - change)
@@ -296,8 +302,8 @@ def _left_out(has_input_gradient: bool, is_trained: bool) -> tuple[Kind, ...]:
 def _message_buffers(actions: Sequence[Action]) -> NDArray[np.int64]:
     """Return the messages in memory in each action: those to be received, and one that was sent."""
     kinds = [kind for _, kind, _ in actions]
-    receives = np.array([kind is Kind.RECV_F for kind in kinds], np.int64)
-    sends = np.array([kind is Kind.SEND_F or kind is Kind.SEND_B for kind in kinds], np.int64)
+    receives = np.array([kind is RECV_F for kind in kinds], np.int64)
+    sends = np.array([kind is SEND_F or kind is SEND_B for kind in kinds], np.int64)
     to_receive = receives.sum() - receives.cumsum()
     buffers: NDArray[np.int64] = np.minimum(PREPOSTED, to_receive) + np.minimum(1, sends.cumsum())
     return buffers

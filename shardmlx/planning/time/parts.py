@@ -93,12 +93,9 @@ class ModelSeconds:
 
     def with_sums(self, seconds: float) -> ModelSeconds:
         """Return the times with two sums a layer in F, and two where a gradient comes back."""
+        below, above = Seconds(2 * seconds), Seconds(2 * seconds, 2 * seconds)
         layers = tuple(
-            replace(
-                each,
-                forward=each.forward + 2 * seconds,
-                input_gradient=each.input_gradient + 2 * seconds * (i >= self.first_trained),
-            )
+            each + (above if i >= self.first_trained else below)
             for i, each in enumerate(self.layers)
         )
         return replace(self, layers=layers)

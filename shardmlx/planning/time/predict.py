@@ -140,7 +140,7 @@ class _Pipeline:
     def simulated(self, microbatches: int) -> Simulation:
         """Return a step of so many micro-batches."""
         return simulate(
-            self.plan.unproved_grid(microbatches),
+            self.plan.computing(microbatches),
             self.plan.stage_map.placement,
             [each.costs for each in self.stages],
             link=self.link,

@@ -107,3 +107,13 @@ def test_answers_name_the_hosts() -> None:
 def test_costs_are_finite_and_not_negative(bad: float) -> None:
     with pytest.raises(ValueError, match="a cost of"):
         LayerCosts((1.0, bad))
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=3, max_size=9))
+def test_exact_sums_give_every_total_to_the_bit(costs: list[float]) -> None:
+    *layers, embedding, head = costs
+    of_model = LayerCosts(tuple(layers), embedding, head)
+    upto, scale = of_model.exact_sums()
+    ranges = [(a, b) for b in range(1, len(layers) + 1) for a in range(b)]
+    found = [(upto[stop] - upto[start]) / scale for start, stop in ranges]
+    assert found == [of_model.total(*each) for each in ranges]

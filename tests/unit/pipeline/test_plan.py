@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.actions import COMPUTE, Action, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan, suits
 from shardmlx.pipeline.schedules import SCHEDULES
@@ -107,6 +107,20 @@ def test_a_schedule_that_cannot_run_so_is_refused() -> None:
     loop = StageMap.from_sizes([1] * 4, (0, 1, 0, 1))
     with pytest.raises(UserError, match=r"puts stage 2 on rank 0, but .* ranks 0, 1, 1, 0"):
         Plan(Mesh(1, 2), loop, "zb-v", 2, 1, (True,) * 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("trainable", [(True,) * 4, (False, True, True, True), (False,) * 4])
+def test_a_simulation_gets_a_step_without_its_messages(
+    name: str, trainable: tuple[bool, ...]
+) -> None:
+    schedule = SCHEDULES[name]
+    pp = 4 // schedule.default_virtual
+    stage_map = StageMap.from_sizes([1] * 4, schedule.placement(pp, schedule.default_virtual))
+    plan = Plan(Mesh(1, pp), stage_map, name, 8, 1, trainable)
+    assert plan.computing(8) == tuple(
+        tuple(action for action in actions if action.kind in COMPUTE) for actions in plan.grid(8)
+    )
 
 
 def test_a_schedule_suits_maps_of_its_own_form() -> None:
