@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_after_the_deadline_it_closes_without_the_late_one_who_counts_in_the_nex
     made: Make,
 ) -> None:
     hub = made(deadline=5)
+    assert hub.close() == (0, 0)  # its five seconds begin with the first report
     hub.time = 1
     hub.report("ann", 1)
     assert hub.close() == (0, 0)
@@ -392,7 +394,7 @@ def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_on
         rounds.join("ben", replace(JOIN, name="ben"))
     assert refusal.value.more == {"retry": True}
     assert rounds.join("ann", JOIN).versions == [None]
-    assert (rounds.version, rounds.version_for("ann", 0, after=-1)) == (0, -1)
+    assert (rounds.version, rounds.tokens, rounds.version_for("ann", 0, after=-1)) == (0, 0, -1)
     with pytest.raises(Refusal) as refusal:
         rounds.check(Report(island="ann", life=1, base=0, rows=1, tokens=1), 0)
     assert (refusal.value.status, refusal.value.more) == (409, {"retry": True})
@@ -448,9 +450,32 @@ def test_a_fragment_that_is_none_is_refused(made: Make) -> None:
     assert refusal.value.status == 404
 
 
-def test_a_hub_without_islands_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no tokens"):
+def test_a_hub_without_islands_is_refused_and_locks_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refusal:
         Rounds(HubOptions.from_flat(path=str(tmp_path)))
+    assert refusal.value.problem == f"{tmp_path} has no tokens"
+    Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann")).run.close()
+
+
+def test_first_weights_are_whole_numbers_whatever_encoding_reports_have(tmp_path: Path) -> None:
+    options = HubOptions.from_flat(path=str(tmp_path), islands="ann", encoding="top-k:0.5")
+    rounds = Rounds(options)
+    with closing(rounds.run):
+        rounds.join("ann", JOIN)
+        body = rounds.fragment(0).new_file()
+        body.write_bytes(np.arange(4, dtype=np.float32).tobytes())
+        rounds.seed("ann", 0, body)
+        assert rounds.fragment(0).version == 0
+
+
+def test_a_difference_that_cannot_be_decoded_is_refused(made: Make) -> None:
+    hub = made(joins="ann", encoding="top-k:0.5")
+    body = hub.fragment.new_file()
+    body.write_bytes(np.array([0, 4], np.uint32).tobytes() + bytes(8))
+    with pytest.raises(Refusal, match="a number at 4 of a tensor of 4") as refusal:
+        hub.rounds.take(Report(island="ann", life=1, base=0, rows=1, tokens=1), 0, body)
+    assert refusal.value.status == 422
+    assert hub.fragment.pending == []
 
 
 def test_an_island_without_rows_counts_as_one_with_a_row(made: Make) -> None:

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -54,8 +54,9 @@ def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
 
 
 def put(store: FragmentStore, island: str, base: int, value: float, life: int = 1) -> None:
+    """Put a report of ``value`` times the first weights."""
     body = store.new_file()
-    body.write_bytes(np.full(10, value, np.float32).tobytes())
+    body.write_bytes((value * START).tobytes())
     store.add(body, Report(island=island, life=life, base=base, rows=1, tokens=1, norm=value))
 
 
@@ -107,7 +108,7 @@ def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path
         put(store, "ben", base, 100)
         store.advance(store.pending, summed)
     assert store.version == 3
-    assert weights(store) == (START - 330).tolist()
+    assert weights(store) == (START - 330 * START).tolist()
     assert weights(store, MOMENTUM) == [3.0] * 10
     assert by_file(tmp_path) == ["v0000002", "v0000003"]
     assert store.facts.tokens == 6
@@ -126,7 +127,7 @@ def test_reports_of_one_island_from_two_bases_are_one_difference(tmp_path: Path)
         return now, None
 
     store.advance(store.pending, step)
-    assert seen == [[110.0], [110.0]]
+    assert seen == [[0.0], [660.0]]
 
 
 def test_a_report_replaces_that_of_its_life_and_base_and_no_other(tmp_path: Path) -> None:
@@ -241,6 +242,53 @@ def test_what_was_acknowledged_is_there_whatever_call_the_power_is_cut_at(
     assert death > 20
 
 
+def test_a_version_whose_name_was_not_flushed_is_made_anew_whatever_call_the_power_is_cut_at(
+    tmp_path: Path,
+) -> None:
+    for death in count():
+        for seed in range(2):
+            disk = FailingDisk(tmp_path / f"{death}-{seed}", Random(seed))
+            disk.root.mkdir()
+            store = seeded(disk.root / "fragment")
+            put(store, "ann", 0, 10)
+            with disk.failing(Faults(death=death, cuts_power=True)), suppress(Crash):
+                with refused_flush(store.directory, "v0000001"), pytest.raises(OSError):
+                    _advance(store)
+                _advance(store)
+            again = opened(store.directory)
+            made = START - 10 * START if again.version == 1 else START
+            assert weights(again) == made.tolist()
+        if not disk.has_crashed:
+            break
+    assert again.version == 1
+    assert death > 15
+
+
+@contextmanager
+def refused_flush(directory: Path, name: str) -> Iterator[None]:
+    """Let the disk refuse the flushes of a directory which has something of that name."""
+    flush = os.fsync
+
+    def call(descriptor: int) -> None:
+        is_there = (directory / name).exists()
+        if is_there and os.path.samestat(os.fstat(descriptor), directory.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", call)
+        yield
+
+
+def test_there_may_be_ten_million_versions(tmp_path: Path) -> None:
+    seeded(tmp_path).path(PUBLISHED).parent.rename(tmp_path / "v9999999")
+    store = opened(tmp_path)
+    for version in (10_000_000, 10_000_001):
+        store.advance([], summed)
+        assert opened(tmp_path).version == version
+    assert by_file(tmp_path) == ["v10000000", "v10000001"]
+
+
 def test_a_fragment_without_weights_has_no_next_version(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no weights"):
         opened(tmp_path).advance([], summed)
@@ -284,12 +332,13 @@ def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> N
     for name in ("../ann", "Ann", "", "a b"):
         with pytest.raises(UserError, match="--islands"):
             Run(tmp_path / "other", [name], Terms()).close()
-    (tmp_path / "tokens" / "ann").write_text("sixteen-letters-\n")
-    with closing(Run(tmp_path, [], Terms())) as run:
-        assert run.tokens["ann"] == "sixteen-letters-"
     (tmp_path / "tokens" / "ann").write_text("fifteen-letters\n")
-    with pytest.raises(UserError, match="tokens/ann"):
+    with pytest.raises(UserError, match="tokens/ann") as refusal:
         Run(tmp_path, [], Terms())
+    assert "--islands" in refusal.value.remedy
+    (tmp_path / "tokens" / "ann").write_text("sixteen-letters-\n")
+    with closing(Run(tmp_path, [], Terms())) as run:  # the one that was refused locks nothing
+        assert run.tokens["ann"] == "sixteen-letters-"
 
 
 def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
@@ -336,12 +385,14 @@ def test_exported_weights_are_adapters_that_safetensors_reads(
         body = store.new_file()
         body.write_bytes(part.tobytes())
         store.seed(body)
-    run.export(tmp_path / "out")
+    output = tmp_path / "of" / "today"
+    for _ in range(2):
+        run.export(output)
     run.close()
-    found = load_file(tmp_path / "out" / "adapters.safetensors")
+    found = load_file(output / "adapters.safetensors")
     np.testing.assert_array_equal(found[TENSORS[0].name], START[:6].reshape(2, 3))
     np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])
-    assert by_file(tmp_path / "out") == ["adapter_config.json", "adapters.safetensors"]
+    assert by_file(output) == ["adapter_config.json", "adapters.safetensors"]
 
 
 def test_weights_that_nobody_has_sent_are_not_exported(tmp_path: Path) -> None:
