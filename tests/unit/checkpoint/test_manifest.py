@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def test_every_damage_to_a_file_is_named(tmp_path: Path, name: str) -> None:
         fault = store.fault(1, info)
         assert fault is not None, damage
         assert fault.startswith(str(path)), damage
+        assert f" bytes, not {info.nbytes}" in fault or damage.startswith(("byte", "missing"))
     assert store.fault(1, info) is None
+    shutil.rmtree(store.path(1))
+    store.path(1).touch()
+    assert store.fault(1, info) == f"{path} cannot be read: Not a directory"
 
 
 @pytest.mark.parametrize("name", [MANIFEST, MARKER])

@@ -252,7 +252,10 @@ def test_a_version_whose_name_was_not_flushed_is_made_anew_whatever_call_the_pow
             store = seeded(disk.root / "fragment")
             put(store, "ann", 0, 10)
             with disk.failing(Faults(death=death, cuts_power=True)), suppress(Crash):
-                with refused_flush(store.directory, "v0000001"), pytest.raises(OSError):
+                with (
+                    refused_flush(store.directory, "v0000001"),
+                    pytest.raises(OSError, match="output"),
+                ):
                     _advance(store)
                 _advance(store)
             again = opened(store.directory)
