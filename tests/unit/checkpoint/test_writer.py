@@ -153,6 +153,8 @@ def test_weights_are_held_until_they_are_written(
     def work(transport: LocalTransport, store: Store) -> None:
         writer = writer_on(transport, store, "shared", 1)
         begin(writer, 0, 1, 1)
+        (thread,) = (each for each in threading.enumerate() if each.name == "checkpoint")
+        assert thread.daemon  # a process that ends waits for no disk
         threading.Timer(0.1, open_gate).start()
         writer.release()
         events.append("weights may change")
@@ -160,6 +162,23 @@ def test_weights_are_held_until_they_are_written(
 
     on_ranks(hosts(tmp_path, "a"), work)
     assert events == ["writing begins", "weights may change"]
+
+
+def test_a_slow_disk_has_twelve_hours(tmp_path: Path) -> None:
+    def work(transport: LocalTransport, store: Store) -> list[float]:
+        limits: list[float] = []
+
+        class Watched(Store):
+            def begin(self, step: int) -> Path:
+                limits.append(transport.patience)
+                return super().begin(step)
+
+        writer = writer_on(transport, Watched(store.directory), "shared", 1)
+        begin(writer, 0, 1, 1)
+        writer.wait()
+        return limits
+
+    assert on_ranks(hosts(tmp_path, "a"), work) == [[43200.0]]
 
 
 def test_two_ranks_that_write_one_file_otherwise_complete_no_checkpoint(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +226,9 @@ def test_norms_are_compared_with_those_of_islands_that_are_present(made: Make) -
     assert hub.close() == (1, -1)
     hub.time = 61
     hub.report("ann", 9, base=1)
+    hub.rounds.progress("ann", Progress(step=1, tokens=1, leaving=True))
+    assert refused(hub, "ben", 46, base=1).status == 422  # her report waits for the round
+    hub.report("ben", 45, base=1)
 
 
 def test_fedavg_weighs_by_rows(made: Make) -> None:
@@ -294,6 +299,13 @@ def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
     for name, value in (("ann", 1.0), ("ben", 2.0), ("cid", 1e20)):
         hub.report(name, value)
     assert hub.close() == (1, -2)
+
+
+def test_elastic_weights_are_pulled_to_each_island(made: Make) -> None:
+    hub = made(outer_optimizer="elastic:0.125")
+    hub.report("ann", 1)
+    hub.report("ben", 2)
+    assert hub.close() == (1, -0.375)
 
 
 def test_a_parameter_server_reports_each_step_and_takes_the_mean(made: Make) -> None:
@@ -432,6 +444,7 @@ def test_no_more_than_three_reports_of_an_island_wait(made: Make) -> None:
     for base in range(3):
         hub.report("ben", 1, base=base)
     assert refused(hub, "ben", 1, base=3).more == {"retry": True}
+    hub.report("ann", 1, base=4)
 
 
 def test_a_report_that_comes_ends_a_wait_and_so_does_whoever_wakes_it(made: Make) -> None:
@@ -466,6 +479,82 @@ def test_first_weights_are_whole_numbers_whatever_encoding_reports_have(tmp_path
         body.write_bytes(np.arange(4, dtype=np.float32).tobytes())
         rounds.seed("ann", 0, body)
         assert rounds.fragment(0).version == 0
+
+
+def test_a_round_is_one_that_all_fragments_have(tmp_path: Path) -> None:
+    names = ("layers.0.a", "layers.1.a", "layers.1.b")
+    join = replace(JOIN, tensors=tuple(SharedTensor(name, (2,)) for name in names))
+    options = HubOptions.from_flat(path=str(tmp_path), islands="ann", fragments=2, rounds=1)
+    rounds = Rounds(options)
+    with closing(rounds.run):
+        rounds.join("ann", join)
+        sizes = [each.seed_bytes for each in rounds.run.fragments]
+        assert sizes == [8, 16]
+        body = tmp_path / "body"
+        body.write_bytes(np.array([0, 0, 0, np.inf], np.float32).tobytes())
+        with pytest.raises(Refusal, match="not finite"):
+            rounds.seed("ann", 1, body)
+        for number, size in enumerate(sizes):
+            body.write_bytes(bytes(size))
+            rounds.seed("ann", number, body)
+        for number, size in enumerate(sizes):
+            assert (rounds.version, rounds.tokens, rounds.ended) == (0, 10 * number, False)
+            body.write_bytes(bytes(size))
+            report = Report(island="ann", life=1, base=0, rows=1, tokens=10)
+            rounds.take(report, number, body)
+            rounds.close_due()
+        assert (rounds.version, rounds.tokens, rounds.ended) == (1, 10, True)
+
+
+def test_whoever_changes_a_fragment_holds_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann"))
+    with closing(rounds.run):
+        rounds.join("ann", JOIN)
+        fragment = rounds.fragment(0)
+        report = Report(island="ann", life=1, base=0, rows=1, tokens=1)
+        flush = os.fsync
+        was_held: list[bool] = []
+
+        def watched(descriptor: int) -> None:
+            was_held.append(fragment.lock.locked())
+            flush(descriptor)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        body = tmp_path / "body"
+        changes: list[Callable[[], None]] = [
+            lambda: rounds.seed("ann", 0, body),
+            lambda: rounds.take(report, 0, body),
+            rounds.close_due,
+        ]
+        for change in changes:
+            body.write_bytes(bytes(16))
+            was_held.clear()
+            change()
+            assert {*was_held} == {True}
+        assert fragment.version == 1
+
+
+def test_islands_that_join_at_once_are_all_written_down(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = made(joins="ann")
+    flush = os.fsync
+    joins: list[Future[Joined]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def watched(descriptor: int) -> None:
+            if not joins:
+                joins.append(pool.submit(hub.join, "ben"))
+                wait(joins, timeout=0.05)  # as long as ann is being written down, he waits
+            flush(descriptor)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        assert hub.join("ann").life == 2
+        assert joins[0].result(20).life == 1
+    hub.restart()
+    assert hub.rounds.run.lives == {"ann": 2, "ben": 1}
 
 
 def test_a_difference_that_cannot_be_decoded_is_refused(made: Make) -> None:
