@@ -540,6 +540,7 @@ def test_islands_that_join_at_once_are_all_written_down(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = made(joins="ann")
+    upload = hub.body(1.0)
     flush = os.fsync
     joins: list[Future[Joined]] = []
     with ThreadPoolExecutor(1) as pool:
@@ -553,6 +554,7 @@ def test_islands_that_join_at_once_are_all_written_down(
         monkeypatch.setattr(os, "fsync", watched)
         assert hub.join("ann").life == 2
         assert joins[0].result(20).life == 1
+    assert upload.exists()  # a report of whoever is in already
     hub.restart()
     assert hub.rounds.run.lives == {"ann": 2, "ben": 1}
 

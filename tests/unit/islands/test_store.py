@@ -103,6 +103,7 @@ def by_file(directory: Path) -> Sequence[str]:
 
 def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path) -> None:
     store = seeded(tmp_path)
+    assert by_file(tmp_path / "v0000000") == ["facts", "published"]
     for base in range(3):
         put(store, "ann", base, 10)
         put(store, "ben", base, 100)
@@ -111,6 +112,7 @@ def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path
     assert weights(store) == (START - 330 * START).tolist()
     assert weights(store, MOMENTUM) == [3.0] * 10
     assert by_file(tmp_path) == ["v0000002", "v0000003"]
+    assert by_file(tmp_path / "v0000003") == ["facts", "momentum", "published"]
     assert store.facts.tokens == 6
 
 
@@ -161,9 +163,14 @@ def test_what_a_lossy_encoding_leaves_out_of_a_change_is_in_the_next(
     ) -> tuple[np.ndarray, np.ndarray | None]:
         return now, None
 
+    codec = encoding_named(encoding)
+    last: np.ndarray | None = None
     for step in (moved, *[kept] * 12):
         before = np.fromfile(store.path(PUBLISHED), np.float32)
         store.advance([], step)
+        left_out = (np.fromfile(store.path(OUTER), np.float32) - before)[:6].reshape(2, 3)
+        last = codec.encode(left_out, last)  # begun with the last one
+        np.testing.assert_array_equal(np.fromfile(store.path(CHANGE), np.uint8, last.size), last)
         decoded = np.concatenate([each.reshape(-1) for each in store.decoded(store.path(CHANGE))])
         after = np.fromfile(store.path(PUBLISHED), np.float32)
         np.testing.assert_array_equal(after, before + decoded)
@@ -320,7 +327,7 @@ def tried_twice(attempt: Callable[..., T], *args: Any) -> T:
 def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> None:
     run = Run(tmp_path, ["ann", "ben"], Terms())
     tokens = dict(run.tokens)
-    assert sorted(tokens) == ["ann", "ben"]
+    assert [*tokens] == ["ann", "ben"]
     assert len({*tokens.values()}) == 2
     assert {*map(len, tokens.values())} == {43}  # 256 bits
     assert stat.S_IMODE((tmp_path / "tokens" / "ann").stat().st_mode) == 0o600
@@ -335,10 +342,11 @@ def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> N
     for name in ("../ann", "Ann", "", "a b"):
         with pytest.raises(UserError, match="--islands"):
             Run(tmp_path / "other", [name], Terms()).close()
-    (tmp_path / "tokens" / "ann").write_text("fifteen-letters\n")
-    with pytest.raises(UserError, match="tokens/ann") as refusal:
-        Run(tmp_path, [], Terms())
-    assert "--islands" in refusal.value.remedy
+    for token in (b"sixteen-lett\xe9rs-\n", b"fifteen-letters\n"):
+        (tmp_path / "tokens" / "ann").write_bytes(token)
+        with pytest.raises(UserError, match="tokens/ann") as refusal:
+            Run(tmp_path, [], Terms())
+        assert "--islands" in refusal.value.remedy
     (tmp_path / "tokens" / "ann").write_text("sixteen-letters-\n")
     with closing(Run(tmp_path, [], Terms())) as run:  # the one that was refused locks nothing
         assert run.tokens["ann"] == "sixteen-letters-"
@@ -361,6 +369,8 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
         again.join("ben", replace(JOIN, name="ben"))
         assert (again.lives, again.first) == ({"ann": 1, "ben": 1}, JOIN)
         assert again.terms == run.terms
+    with closing(Run(tmp_path, [], None)) as again:
+        assert again.first == JOIN
 
 
 def test_a_directory_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
@@ -382,19 +392,21 @@ def test_exported_weights_are_adapters_that_safetensors_reads(
 
     run = Run(tmp_path / "hub", ["ann"], Terms(fragments=2, encoding=encoding))
     run.join("ann", JOIN)
-    with pytest.raises(UserError, match="no weights"):
-        run.export(tmp_path / "out")
     for store, part in zip(run.fragments, (START[:6], START[6:]), strict=True):
+        with pytest.raises(UserError, match="no weights"):
+            run.export(tmp_path / "out")
         body = store.new_file()
         body.write_bytes(part.tobytes())
         store.seed(body)
+        store.advance([], lambda now, momentum, _: (now * np.float32(1.01), momentum))
     output = tmp_path / "of" / "today"
     for _ in range(2):
         run.export(output)
     run.close()
     found = load_file(output / "adapters.safetensors")
-    np.testing.assert_array_equal(found[TENSORS[0].name], START[:6].reshape(2, 3))
-    np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])
+    made = START * np.float32(1.01)
+    np.testing.assert_array_equal(found[TENSORS[0].name], made[:6].reshape(2, 3))
+    np.testing.assert_array_equal(found[TENSORS[1].name], made[6:])
     assert by_file(output) == ["adapter_config.json", "adapters.safetensors"]
 
 
