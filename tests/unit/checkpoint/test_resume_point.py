@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from shardmlx.checkpoint.resume import (
     SeenDirectory,
     resume_point,
 )
+from shardmlx.checkpoint.run_identity import SetFacts, identity_of
 from shardmlx.checkpoint.store import Manifest, Store
-from shardmlx.config.train import CheckpointOptions
+from shardmlx.config.train import CheckpointOptions, TrainConfig
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.errors import UserError
+from testbed.tiny_models import save_model_directory, tiny_config
 from tests.helpers.checkpoints import manifest_of
 
 NAMES = ("rank 0 on mac-a", "rank 1 on mac-b")
@@ -128,6 +131,7 @@ def test_a_run_that_names_one_takes_it_and_departs_from_later_ones() -> None:
     assert resumption.superseded_after == 100
     assert step_of(decided(None, own, resume="c/step-0000100")) == 100
     assert decided(None, own, resume="c/step-0000100").superseded_after is None
+    assert not CheckpointFacts(names=NAMES, source=own).own_is_source
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,29 @@ def test_a_checkpoint_beyond_the_last_step_is_refused() -> None:
     with pytest.raises(UserError) as refused:
         decided(own, iters=299)
     assert "--iters 299" in refused.value.problem
+
+
+def test_what_differs_from_the_run_that_saved_is_told_besides_what_was_passed_over(
+    tmp_path: Path,
+) -> None:
+    model = save_model_directory(tmp_path / "model", tiny_config(layers=1))
+    large = SetFacts(samples=2, longest=3, content="rows", looked_at="tokens")
+
+    def identity(most: int) -> dict[str, Any]:
+        options = TrainConfig.from_flat(model="m", data="d", max_seq_length=most).flat()
+        return identity_of(options, model, large, SetFacts.of([]))
+
+    saved = replace(manifest_of(100, FILES), identity=identity(2048))
+    sound = CheckedVersion(saved, dict.fromkeys(FILES, (0,)))
+    own = directory("c", SHARED, checked(200, (0,), ()), sound)
+    options = CheckpointOptions(checkpoint_dir="c")
+    start = RunStart(options=options, iters=1000, identity=identity(1024))
+    note, passed = resume_point(
+        start, CheckpointFacts(names=NAMES, own=own, source=own), 2
+    ).warnings
+    assert note.startswith("c/step-0000100: ")
+    assert "max_seq_length is 1024 from here on, and was 2048" in note
+    assert passed.endswith("weights-01.safetensors of step 200 is missing")
 
 
 def test_a_version_that_more_disks_completed_was_checked_first() -> None:
