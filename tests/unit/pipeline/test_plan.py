@@ -10,6 +10,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan, suits
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
+from tests.helpers.call_counts import calls_by_name
 from tests.helpers.grids import parse_grid
 
 TWO = StageMap.from_sizes([2, 2])
@@ -32,8 +33,16 @@ def test_the_last_micro_batch_takes_the_rest_and_runs_follow_each_other() -> Non
     first, second = PLAN.actions
     assert len([action for action in first if action.kind is Kind.F]) == 3
     assert second[-1] == Action(1, Kind.W, 2)
-    together = replace(PLAN, runs=2).actions
-    assert len([action for action in together[0] if action.kind is Kind.F]) == 6
+    together = replace(PLAN, runs=2)
+    assert len([action for action in together.actions[0] if action.kind is Kind.F]) == 6
+    assert together.unproved_actions == together.actions
+
+
+def test_a_plan_is_proved_by_its_shortest_step_alike_and_its_prediction_without() -> None:
+    trains = (True, False, True, True, False, True, True)  # no other test has asked for it
+    plan = Plan(Mesh(1, 7), StageMap.from_sizes([1] * 7), "1f1b", 41, 1, trains)
+    asked = (lambda: plan.unproved_actions, plan.prove, lambda: plan.grid(28), lambda: plan.actions)
+    assert [calls_by_name(each)["validate"] for each in asked] == [0, 1, 0, 1]
 
 
 def test_forwards_are_the_actions_that_an_evaluation_takes() -> None:

@@ -292,6 +292,16 @@ def test_timeline_has_a_row_a_rank_dots_for_idle_and_dashes_for_length() -> None
     )
 
 
+def test_a_dot_stands_beside_no_label() -> None:
+    """Rank 1 idles for 7 letters, and then for 11, with a dot for each 5."""
+    grid = parse_grid("0F0 0B0\n1F0 1B0")
+    drawn = [timeline(simulate(grid, (0, 1), EQUAL, link)).splitlines()[1] for link in (0.3, 1.25)]
+    assert drawn == [
+        "r1 .    . 1F0 1B0------- .    .",
+        "r1 .    .     1F0  1B0------ .    .    .",
+    ]
+
+
 def test_timeline_of_seconds_is_that_of_equal_units() -> None:
     seconds = simulated("zb-h1", 2, 3, Costs(0.0137, 0.0137, 0.0137))
     assert timeline(seconds) == timeline(simulated("zb-h1", 2, 3, EQUAL))
