@@ -300,9 +300,9 @@ class Scheduler:
         adapter = self._open[sequence].adapter
         fitting = [each for each in self._groups if not each.size or each.adapter == adapter]
         if not fitting:
+            fitting = [_DecodeGroup()]
             self._turns.append(len(self._groups))
-            self._groups.append(_DecodeGroup())
-            fitting = self._groups[-1:]
+            self._groups += fitting
         smallest = min(fitting, key=lambda group: (group.size, group.in_flight))
         smallest.adapter = adapter
         smallest.joining.append(sequence)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading, takes_long, together
-from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.messages import Handle, TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from tests.helpers.local_transport import LocalNetwork
@@ -189,6 +192,47 @@ def test_rank_0_goes_no_more_than_16_commands_ahead_of_their_answers() -> None:
     assert answers == [1, RANKS, *[1] * 16]
 
 
+class Remembering(LocalNetwork):
+    """A network that knows of each message that was sent whether somebody still holds it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, timeout=20)
+        self.sent: list[weakref.ref[Any]] = []
+
+    def post(self, key: tuple[int, int, int], handle: Handle, is_send: bool) -> Handle:
+        if is_send:
+            self.sent.append(weakref.ref(handle.array))
+        return super().post(key, handle, is_send)
+
+
+def test_neither_commands_nor_answers_that_have_come_are_held() -> None:
+    network = Remembering()
+
+    def work(crew: Crew[Worker]) -> int:
+        for number in range(30):
+            crew.all(Worker.tell, number)
+        return len([each for each in network.sent if each() is not None])
+
+    held, _ = network.run(lambda transport: lead(transport, Worker(transport), work))
+    assert len(network.sent) == 31 * 2 + 30 * 2
+    assert held <= 8
+
+
+def test_rank_0_does_not_leave_before_the_others_have_heard_that_they_may() -> None:
+    left = threading.Event()
+
+    def rank(transport: Transport) -> bool:
+        if transport.rank == 0:
+            lead(transport, Worker(transport), lambda crew: None)
+            left.set()
+            return True
+        waited = left.wait(0.1)
+        lead(transport, Worker(transport), lambda crew: None)
+        return waited
+
+    assert LocalNetwork(2, timeout=20).run(rank) == [True, False]
+
+
 def test_what_rank_0_refuses_to_do_itself_is_raised_at_once() -> None:
     def work(crew: Crew[Worker]) -> str:
         with pytest.raises(AgreedError, match="the disk is full"):
@@ -300,6 +344,23 @@ def test_the_others_follow_while_rank_0_leads() -> None:
     ]
 
 
+def test_what_ends_the_others_while_they_follow_is_raised_where_rank_0_has_led() -> None:
+    class Stopping(Following):
+        def follow(self) -> None:
+            super().follow()
+            raise AgreedFailure("nan")
+
+    def rank(transport: Transport) -> None:
+        def work(crew: Crew[Stopping]) -> None:
+            with pytest.raises(AgreedFailure, match="nan"), crew.others(Stopping.follow):
+                say(transport, None)
+            assert not crew.is_followed
+
+        lead(transport, Stopping(transport), work)
+
+    LocalNetwork(2, timeout=20).run(rank)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
@@ -346,15 +407,18 @@ def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:
                     finally:
                         say(transport, "enough")
                         say(transport, None)
+                yield "never"
 
     def rank(transport: Transport) -> list[str]:
         worker = Following(transport)
-        for _ in words(transport, worker):
-            break
+        with closing(words(transport, worker)) as said:
+            assert [*islice(said, 1)] == ["first"] * (transport.rank == 0)
         transport.barrier("all have left")
         return worker.told
 
-    assert LocalNetwork(2, timeout=20).run(rank) == [[], ["enough"]]
+    network = LocalNetwork(2, timeout=20)
+    assert network.run(rank) == [[], ["enough"]]
+    assert not any(network._sends.values())
 
 
 @pytest.mark.parametrize("late", [0, 1])

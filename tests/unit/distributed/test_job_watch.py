@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import pytest
 
@@ -27,6 +29,7 @@ class BeatChannel:
     def __init__(self, *beats: tuple[int, Beat]) -> None:
         self.posted: list[tuple[int, Beat]] = []
         self.all_posted = threading.Event()
+        self.fetches = threading.Semaphore(0)
         self.closed = False
         self._beats = list(beats)
         self._fetches = False
@@ -43,23 +46,39 @@ class BeatChannel:
             peer, beat = self._beats.pop(0)
             yield peer, pickle.dumps(beat)
         self._fetches = False
+        self.fetches.release()
 
     def close(self) -> None:
         self.closed = True
 
 
+class CalmFate(JobFate):
+    """A fate for which there is no need to look again."""
+
+    def looked(self, look: Look, now: float) -> list[Action]:
+        actions = super().looked(look, now)
+        self.pause = 3600.0
+        return actions
+
+
 class Job:
     """Rank 0's watch over three ranks, whose end is only noted."""
 
-    def __init__(self, *beats: tuple[int, Beat], limit: float = 60.0) -> None:
+    def __init__(
+        self,
+        *beats: tuple[int, Beat],
+        limit: float = 60.0,
+        kind: type[JobFate] = JobFate,
+        pids: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.channel = BeatChannel(*beats)
         self.activity = Activity("rank 0 on mac1")
         self.activity.begin("loading")
         self.ends: list[tuple[int, str]] = []
         self.ended = threading.Event()
         self.shutdown = JobShutdown(0)
-        own = JobFate(0, NAMES, limit, time.monotonic())
-        self.watch = JobWatch(self.shutdown, self.activity, own, {}, self.channel, self._end)
+        own = kind(0, NAMES, limit, time.monotonic())
+        self.watch = JobWatch(self.shutdown, self.activity, own, pids, self.channel, self._end)
 
     def _end(self, code: int, reason: str) -> None:
         self.ends.append((code, reason))
@@ -80,6 +99,36 @@ def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) 
     assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
     assert job.activity.failure is None
     assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
+
+
+def test_a_signal_is_heard_at_once_until_the_watch_is_closed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    job = Job(kind=CalmFate)
+    assert job.channel.fetches.acquire(timeout=0.2) is False
+    signal.raise_signal(signal.SIGTERM)
+    assert job.ended.wait(10)
+    job.watch.close()
+    assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
+    assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not any(each.name == "heartbeat" for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["reports", "fails"])
+def test_who_reports_or_fails_wakes_the_watch_at_once_which_then_looks_often(fails: bool) -> None:
+    """A peer's report comes within a turn."""
+    job = Job(kind=CalmFate)
+    assert job.channel.all_posted.wait(10)
+    if fails:
+        job.watch.fail(PeerLost("rank 2 died"))
+    else:
+        job.shutdown.on_turn()
+    for _ in range(5):
+        assert job.channel.fetches.acquire(timeout=10)
+    job.watch.close()
+    assert not job.ends
 
 
 def test_a_rank_that_is_asked_whether_it_lives_tells_all_at_once() -> None:
@@ -120,6 +169,38 @@ def test_who_hears_that_a_peer_is_about_to_report_leaves_it_to_it() -> None:
         assert not job.ended.wait(0.01)
     job.watch.close()
     assert not any(beat.fails for _, beat in job.channel.posted)
+
+
+def test_a_process_that_ends_is_a_rank_that_died_unless_its_number_was_never_valid_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as peer, subprocess.Popen(["true"]) as other:
+        other.wait()
+        job = Job(pids={1: peer.pid, 2: other.pid})
+        for _ in range(3):
+            assert job.channel.fetches.acquire(timeout=10)
+        assert not job.ends
+        assert not any(beat.fails for _, beat in job.channel.posted)
+        peer.kill()
+    assert job.ended.wait(10)
+    job.watch.close()
+    died = "rank 1 on mac2 died (was it killed, or out of memory?); it was last in starting"
+    assert job.ends == [(1, died)]
+    assert capsys.readouterr().err == f"shardmlx: failed: rank 0 on mac1, loading: {died}\n"
+    assert repr(job.activity.failure) == repr(PeerLost(died))
+
+
+def test_a_failure_that_the_main_thread_does_not_meet_soon_is_reported_and_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fate, "SECONDS_TO_RAISE", 0.0)
+    job = Job()
+    job.watch.fail(PeerLost("rank 2 on mac3 died, or the link to it broke"))
+    assert job.ended.wait(10)
+    job.watch.close()
+    assert job.ends == [(1, "")]
+    said = "rank 0 on mac1, loading: rank 2 on mac3 died, or the link to it broke"
+    assert capsys.readouterr().err == f"shardmlx: failed: {said}\n"
 
 
 def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,6 +219,14 @@ def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
     assert scheduler.news.take() == (Drop((1,)),)
 
 
+def test_a_sequence_gives_way_that_has_its_turn_and_has_not_begun() -> None:
+    scheduler = Scheduler(groups=1, most=2, chunk=1000, patience=1, capacity=1024)
+    scheduler.add(0, 256, context=1024)
+    scheduler.add(1, 250, context=1024)  # it has room beside 256 tokens, and not beside 257
+    assert " ".join(play(scheduler, 4)) == "a255 A A A"
+    assert scheduler.reserved == 768
+
+
 def test_chunks_also_end_at_borders() -> None:
     scheduler = Scheduler(1, most=1, chunk=4)
     scheduler.find_prefix = lambda sequence: FoundPrefix(borders=(3, 9))
@@ -261,9 +269,12 @@ def test_a_token_of_a_sequence_that_has_left_changes_nothing() -> None:
     assert scheduler.next() is None
 
 
-def test_sequences_of_another_adapter_take_turns_in_a_group_of_their_own() -> None:
+@pytest.mark.parametrize("adapters", [(0, 1, 0), (1, 0, 1), (2, 1, 2)])
+def test_sequences_of_another_adapter_take_turns_in_a_group_of_their_own(
+    adapters: tuple[int, ...],
+) -> None:
     scheduler = Scheduler(groups=1, most=3, chunk=4)
-    for sequence, adapter in enumerate((0, 1, 0)):
+    for sequence, adapter in enumerate(adapters):
         scheduler.add(sequence, 2, adapter=adapter)
     assert " ".join(play(scheduler, 7)) == "a1 b1 c1 AC B AC B"
 

@@ -60,6 +60,49 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "trainable", "costs", "link", "microbatches"),
+    [
+        pytest.param(
+            "zb-v",
+            [True] * 4,
+            [Costs(1, 1, 1), Costs(4, 4, 0), Costs(4, 4, 4), Costs(1, 1, 0)],
+            10.03,
+            310,
+            id="both ways of a V",
+        ),
+        pytest.param(
+            "zb-v",
+            [False, False, True, True],
+            [Costs(1, 1, 0), Costs(1.2, 4, 4), Costs(8, 8, 8), Costs(1, 1, 1)],
+            8.643,
+            399,
+            id="forwards, and gradients of weights alone",
+        ),
+        pytest.param(
+            "interleaved-1f1b",
+            [True] * 4,
+            [Costs(1, 1, 1), Costs(16, 16, 0), Costs(2, 2, 0), Costs(4, 4, 0)],
+            13.4,
+            213,
+            id="rounds",
+        ),
+    ],
+)
+def test_a_link_that_is_a_little_slower_than_all_ranks_is_what_they_wait_for_in_the_end(
+    name: str, trainable: list[bool], costs: list[Costs], link: float, microbatches: int
+) -> None:
+    """The link from rank 0 to rank 1 carries two messages for each micro-batch, or three for two of
+    them. Rank 1 has work ahead for a hundred micro-batches, and does not wait until then."""
+    step = Step(name, 2, Random(0), 0.0)
+    step.trainable, step.costs, step.link[0][1] = trainable, costs, link
+    whole = step.simulated(microbatches)
+    assert step.makespan(microbatches) == pytest.approx(whole.makespan, rel=1e-9)
+    shorter = step.simulated(microbatches // 3)
+    slowest = max(whole.busy) / microbatches
+    assert shorter.makespan < (microbatches // 3 + 20) * slowest
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_costs_no_more_for_a_thousand_times_as_many_micro_batches(name: str) -> None:
     random = Random(name)
