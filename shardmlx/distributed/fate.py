@@ -27,6 +27,7 @@ from shardmlx.distributed.times import (
     SECONDS_OF_QUIET,
     SECONDS_TO_BE_ENDED,
     SECONDS_TO_BE_HEARD,
+    SECONDS_TO_BE_MUTE,
     SECONDS_TO_RAISE,
     turn,
 )
@@ -101,8 +102,16 @@ class JobFate:
 
     def _leaves_verdict(self, now: float) -> bool:
         """Return whether a lower rank lives, in an alarm: it knows as much as this one."""
+        return bool(self._lower_living(now))
+
+    def _lower_living(self, now: float) -> list[int]:
         living = self._alarm.living(now)
-        return any(rank in living for rank in self._lower(now))
+        return [rank for rank in self._lower(now) if rank in living]
+
+    def _is_mute(self, rank: int, now: float) -> bool:
+        """Return whether a rank gave a sign of life in this alarm, and then no more: it died since,
+        or was stopped."""
+        return self._alarm.since <= self._peers[rank].heard < now - SECONDS_TO_BE_MUTE
 
     def _lower(self, now: float) -> list[int]:
         gone = self._gone(now - SECONDS_TO_BE_HEARD)
@@ -128,7 +137,8 @@ class JobFate:
         """Return the actions after a sign of life has come."""
         sender = self._peers[peer]
         signals = beat.signals[len(sender.last.signals) :]
-        if peer in self._lower(now) and not {*beat.gone} <= {*sender.last.gone}:
+        was_away = any(sender.heard <= self._peers[rank].gone_since for rank in self._gone())
+        if peer in self._lower(now) and (was_away or not {*beat.gone} <= {*sender.last.gone}):
             self._lower_learned = now
         sender.heard = now
         sender.last = beat
@@ -230,8 +240,8 @@ class JobFate:
     def _seen_death(self, now: float) -> Action | None:
         """Return the end because a process is gone, once its last message would have come.
 
-        Lower ranks have their turns first, from when the last of them has learned of it: their host
-        may have slept meanwhile.
+        Lower ranks have their turns first, from when the last of them has learned of it, or was
+        heard again: their host may have slept meanwhile.
         """
         if now - self._woke < PERIOD:
             return None  # a peer that was awake may have reported it
@@ -248,7 +258,7 @@ class JobFate:
         mpirun's signals come to all ranks, this one too: others come to one.
         """
         is_due = self._is_time_to_conclude(now) and self._alarm.asks(now)
-        if not is_due or self._leaves_verdict(now):
+        if not is_due or not all(self._is_mute(rank, now) for rank in self._lower_living(now)):
             return None
         gone = self._gone(now - SECONDS_TO_BE_HEARD)
         living = self._alarm.living(now)

@@ -14,6 +14,10 @@ HURRY = 0.02
 SECONDS_TO_BE_HEARD = 0.1
 """Seconds for the last message of an ended process, and for answers to mpirun."""
 
+SECONDS_TO_BE_MUTE = 0.3
+"""Seconds in an alarm after which a rank that was heard in it no longer lives: each that does is
+heard every ``SECONDS_TO_BE_HEARD``."""
+
 SECONDS_OF_A_TURN = 0.2
 """Seconds between ranks that see the same failure: the lowest reports first."""
 
@@ -112,6 +116,9 @@ TO_TELL = PERIOD + SECONDS_TO_BE_HEARD
 # In a hurry a rank looks several times before it concludes from silence that a process is gone, and
 # hears of a lower rank's report before its own turn comes.
 in_order(2 * HURRY, SECONDS_TO_BE_HEARD, SECONDS_OF_A_TURN)
+# A rank in an alarm is not mute because a message or two of it is late. One that died with another
+# is, before mpirun ends the rest.
+in_order(2 * SECONDS_TO_BE_HEARD, SECONDS_TO_BE_MUTE, MPIRUN_ENDS)
 # An alarm lasts until mpirun has sent its last signal, to ranks that react within a moment.
 in_order(MPIRUN_ENDS, SECONDS_TO_KILL, MPIRUN_KILLS)
 # A lower rank looks, hears, and reports, before a higher one that has seen the same does.

@@ -57,7 +57,7 @@ def _settled(
 ) -> float | None:
     """Return by how much the slowest rank ends a period later than the one before; None if that
     varies for any rank, or if a link is slower."""
-    later = [_later(spans, period, len(occupied)) for spans in step.spans]
+    later = [_later(spans, period) for spans in step.spans]
     if not all(later):
         return None
     tolerated = TOLERANCE * max(map(max, later))
@@ -78,18 +78,16 @@ def _settled(
     return max(paces)
 
 
-def _later(spans: Sequence[Span], period: int, ranks: int) -> list[float]:
+def _later(spans: Sequence[Span], period: int) -> list[float]:
     """Return how much later than a period before each action of a rank ends, of the last that
-    repeat that period one after the other; none if fewer do than ranks depend on."""
-    kinds = {(action.stage, action.kind) for action, _, _ in spans}
-    length = len(kinds) * period
-    needed = len(kinds) * (2 * ranks + period)
+    repeat that period one after the other, as many as it has; none if fewer do."""
+    length = len({(action.stage, action.kind) for action, _, _ in spans}) * period
     # While the pipeline drains, an action may repeat another by chance.
     together = 0
     for start in range(len(spans) - 1, length - 1, -1):
         together = together + 1 if _repeats(spans[start - length], spans[start], period) else 0
-        if together == needed:
-            return [spans[i][2] - spans[i - length][2] for i in range(start, start + needed)]
+        if together == length:
+            return [spans[i][2] - spans[i - length][2] for i in range(start, start + length)]
     return []
 
 

@@ -211,6 +211,15 @@ def test_lower_ranks_have_their_turns_from_when_the_last_of_them_has_learned_of_
     assert isinstance(end, End)
 
 
+def test_a_lower_rank_that_is_heard_for_the_first_time_since_a_death_has_its_turn_then() -> None:
+    """Its host was cut off, and it learns of the death next."""
+    fate = fate_of(1)
+    sign = heard(0, Beat("step 3"))
+    trace: Trace = [(0.5, LOOK), (1.0, looked("loading", {2: "gone"})), (2.4, sign), (2.5, LOOK)]
+    assert played(fate, trace, [(2.8, sign), (3.89, LOOK)]) == []
+    assert len(played(fate, [(3.91, LOOK)])) == 1
+
+
 def test_with_one_lower_rank_its_turn_is_a_second_and_a_half() -> None:
     fate = fate_of(1)
     trace: Trace = [
@@ -354,7 +363,7 @@ def test_of_several_ranks_that_miss_one_the_lowest_that_answers_reports_it() -> 
         (5.45, LOOK),
     ]
     for rank, other in ((1, 2), (2, 1)):
-        answers: Trace = [(5.25, answer(other))]
+        answers: Trace = [(5.3, answer(other))]
         said = played(fate_of(rank), ends[:-2], answers, ends[-2:], [(5.59, LOOK)])
         assert said == ([(5.59, died(0))] if rank == 1 else [])
     ((_, end),) = played(fate_of(2), ends, [(5.59, LOOK)])
@@ -364,6 +373,19 @@ def test_of_several_ranks_that_miss_one_the_lowest_that_answers_reports_it() -> 
     fate = JobFate(3, (*NAMES, "rank 3 on mac4"), 60.0, 0.0)
     passed_on: Trace = [(5.3, heard(2, Beat("step 4", asks=True, living=(1, 2))))]
     assert played(fate, ends[:-2], passed_on, ends[-2:], [(5.65, LOOK)]) == []
+
+
+def test_a_lower_rank_that_answered_and_then_no_more_has_died_too_and_reports_nothing() -> None:
+    """In an alarm a rank gives ten signs of life a second. mpirun is about to kill this one."""
+    trace: Trace = [
+        *looks(0, 5, alive=(0,)),
+        (5.1, heard(1, Beat("step 3", asks=True, living=(1,), gone=(0,)))),
+        (5.15, signalled(signal.SIGCONT)),
+        (5.4, signalled(signal.SIGTERM)),
+    ]
+    for again, said in ((5.28, [(5.59, died(0))]), (5.3, [])):
+        answers: Trace = [(again, heard(1, Beat("step 3", living=(1, 2), gone=(0,))))]
+        assert played(fate_of(2), trace[:-1], answers, trace[-1:], [(5.59, LOOK)]) == said
 
 
 def test_of_several_ranks_that_miss_rank_0_one_reports_its_silence() -> None:

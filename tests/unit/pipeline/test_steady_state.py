@@ -61,7 +61,7 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
 
 
 @pytest.mark.parametrize(
-    ("name", "trainable", "costs", "link", "microbatches"),
+    ("name", "trainable", "costs", "link", "microbatches", "counts"),
     [
         pytest.param(
             "zb-v",
@@ -69,6 +69,7 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 1), Costs(4, 4, 0), Costs(4, 4, 4), Costs(1, 1, 0)],
             10.03,
             310,
+            [16, 24, 40, 72, 136, 136, 137],
             id="both ways of a V",
         ),
         pytest.param(
@@ -77,7 +78,8 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 0), Costs(1.2, 4, 4), Costs(8, 8, 8), Costs(1, 1, 1)],
             8.643,
             399,
-            id="forwards, and gradients of weights alone",
+            [16, 24, 40, 72, 136, 136, 137],
+            id="gradients of weights alone",
         ),
         pytest.param(
             "interleaved-1f1b",
@@ -85,22 +87,45 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 1), Costs(16, 16, 0), Costs(2, 2, 0), Costs(4, 4, 0)],
             13.4,
             213,
+            [17, 25, 41, 41, 43],
             id="rounds",
         ),
     ],
 )
 def test_a_link_that_is_a_little_slower_than_all_ranks_is_what_they_wait_for_in_the_end(
-    name: str, trainable: list[bool], costs: list[Costs], link: float, microbatches: int
+    name: str,
+    trainable: list[bool],
+    costs: list[Costs],
+    link: float,
+    microbatches: int,
+    counts: list[int],
 ) -> None:
-    """The link from rank 0 to rank 1 carries two messages for each micro-batch, or three for two of
-    them. Rank 1 has work ahead for a hundred micro-batches, and does not wait until then."""
+    """From rank 0 to rank 1 go two messages for each micro-batch, or three. At first rank 1 has
+    work ahead, and each micro-batch takes as long as its own actions."""
     step = Step(name, 2, Random(0), 0.0)
     step.trainable, step.costs, step.link[0][1] = trainable, costs, link
-    whole = step.simulated(microbatches)
-    assert step.makespan(microbatches) == pytest.approx(whole.makespan, rel=1e-9)
-    shorter = step.simulated(microbatches // 3)
-    slowest = max(whole.busy) / microbatches
-    assert shorter.makespan < (microbatches // 3 + 20) * slowest
+    found = step.makespan(microbatches)
+    assert step.counts == counts
+    assert found == pytest.approx(step.simulated(microbatches).makespan, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "counts"),
+    [
+        ("1f1b", 18, [18]),
+        ("1f1b", 19, [16, 16, 17]),
+        ("interleaved-1f1b", 21, [21]),
+        ("interleaved-1f1b", 22, [16, 16, 18]),
+    ],
+)
+def test_a_step_that_is_hardly_longer_than_a_short_one_is_simulated_whole(
+    name: str, microbatches: int, counts: list[int]
+) -> None:
+    step = Step(name, 2, Random(0), 0.0)
+    stages = len(step.placement)
+    step.trainable, step.costs = [True] * stages, [Costs()] * stages
+    step.makespan(microbatches)
+    assert step.counts == counts
 
 
 @pytest.mark.parametrize("name", NAMES)
