@@ -41,7 +41,6 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
     if not is_slow(logits.dtype):
         losses: mx.array = nn.losses.cross_entropy(logits, targets) * counts
         return losses.astype(mx.float32).sum()
-    targets, counts = targets.reshape(-1), counts.reshape(-1)
 
     def compute(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         losses, weights, sums = _losses_and_softmax(logits.flatten(0, -2), targets)
@@ -371,8 +370,8 @@ def losses_and_slopes(
 
 
 def _losses_and_softmax(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the loss of each target (n,) or (n, K) for logits (n, V), and dividend and divisor of
-    the softmax of each row."""
+    """Return the loss of each target for logits (n, V), one or K of each row, in the shape of the
+    targets, and dividend and divisor of the softmax of each row."""
     most = logits.max(axis=-1, keepdims=True)
     at_targets = mx.take_along_axis(logits, targets.reshape(len(logits), -1), axis=-1)
     weights = exponential(logits - most)
