@@ -9,7 +9,8 @@ drains, and none becomes slower.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import isclose
 
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.simulate import Simulation, Span
@@ -36,18 +37,17 @@ def makespan(
     while few + period * len(occupied) < microbatches:
         step = simulated(few)
         # Where ranks wait for messages, times repeat with each round of those under way.
-        for longer in range(period, period * len(occupied) + 1, period):
+        for longer in accumulate([period] * len(occupied)):
             seconds = _settled(step, longer, placement, occupied)
             if seconds is None:
                 continue
-            more = (microbatches - few) % longer
-            if more:
-                step = simulated(few + more)
-            next_step = simulated(few + more + longer)
+            start = few + (microbatches - few) % longer
+            first = step if start == few else simulated(start)
             # A step is as long as the longest chain of actions in it: what each further period adds
             # never becomes less, and is not more than the slowest rank's.
-            if abs(next_step.makespan - step.makespan - seconds) <= TOLERANCE * seconds:
-                return step.makespan + (microbatches - few - more) // longer * seconds
+            added = simulated(start + longer).makespan - first.makespan
+            if isclose(added, seconds, rel_tol=TOLERANCE):
+                return first.makespan + (microbatches - start) // longer * seconds
         few += few - fewest
     return simulated(microbatches).makespan
 
@@ -60,22 +60,23 @@ def _settled(
     later = [_later(spans, period) for spans in step.spans]
     if not all(later):
         return None
-    tolerated = TOLERANCE * max(map(max, later))
+    slowest = max(map(max, later))
+    tolerated = TOLERANCE * slowest
     if any(max(each) - min(each) > tolerated for each in later):
         return None
-    paces = [max(each) for each in later]
-    done = {(action.stage, action.kind) for spans in step.spans for action, _, _ in spans}
+    backward = {
+        action.stage for spans in step.spans for action, _, _ in spans if action.kind is not Kind.F
+    }
     ways = []
     for stage, (below, above) in enumerate(pairwise(placement)):
         ways.append((below, above))
-        if (stage, Kind.I) in done or (stage, Kind.W) in done:
+        if stage in backward:
             ways.append((above, below))
     # Messages that queue up for a slow link come too late in the end. A rank that is faster than
     # one that it waits for has work ahead: it becomes as slow when it has none, and not slower.
-    busiest = max((period * ways.count(way) * occupied[way[0]][way[1]] for way in ways), default=0)
-    if busiest > max(paces) + tolerated:
+    if any(period * ways.count((a, b)) * occupied[a][b] > slowest + tolerated for a, b in ways):
         return None
-    return max(paces)
+    return slowest
 
 
 def _later(spans: Sequence[Span], period: int) -> list[float]:
@@ -84,7 +85,7 @@ def _later(spans: Sequence[Span], period: int) -> list[float]:
     length = len({(action.stage, action.kind) for action, _, _ in spans}) * period
     # While the pipeline drains, an action may repeat another by chance.
     together = 0
-    for start in range(len(spans) - 1, length - 1, -1):
+    for start in reversed(range(length, len(spans))):
         together = together + 1 if _repeats(spans[start - length], spans[start], period) else 0
         if together == length:
             return [spans[i][2] - spans[i - length][2] for i in range(start, start + length)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -398,7 +398,7 @@ def test_one_process_that_nobody_follows_is_stopped_as_it_is() -> None:
 
 
 def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:
-    def words(transport: Transport, worker: Following) -> Iterator[str]:
+    def words(transport: Transport, worker: Following) -> Generator[str, None, None]:
         with leading(transport, worker) as crew:
             if crew is not None:
                 with crew.others(Following.follow):

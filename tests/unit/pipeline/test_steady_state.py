@@ -69,7 +69,7 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 1), Costs(4, 4, 0), Costs(4, 4, 4), Costs(1, 1, 0)],
             10.03,
             310,
-            [16, 24, 40, 72, 136, 136, 137],
+            [16, 24, 40, 72, 136, 137],
             id="both ways of a V",
         ),
         pytest.param(
@@ -78,7 +78,7 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 0), Costs(1.2, 4, 4), Costs(8, 8, 8), Costs(1, 1, 1)],
             8.643,
             399,
-            [16, 24, 40, 72, 136, 136, 137],
+            [16, 24, 40, 72, 136, 137],
             id="gradients of weights alone",
         ),
         pytest.param(
@@ -87,7 +87,7 @@ def test_a_long_step_takes_as_long_as_if_all_of_it_were_simulated(name: str, pp:
             [Costs(1, 1, 1), Costs(16, 16, 0), Costs(2, 2, 0), Costs(4, 4, 0)],
             13.4,
             213,
-            [17, 25, 41, 41, 43],
+            [17, 25, 41, 43],
             id="rounds",
         ),
     ],
@@ -113,17 +113,19 @@ def test_a_link_that_is_a_little_slower_than_all_ranks_is_what_they_wait_for_in_
     ("name", "microbatches", "counts"),
     [
         ("1f1b", 18, [18]),
-        ("1f1b", 19, [16, 16, 17]),
+        ("1f1b", 19, [16, 17]),
         ("interleaved-1f1b", 21, [21]),
-        ("interleaved-1f1b", 22, [16, 16, 18]),
+        ("interleaved-1f1b", 22, [16, 18]),
     ],
 )
 def test_a_step_that_is_hardly_longer_than_a_short_one_is_simulated_whole(
     name: str, microbatches: int, counts: list[int]
 ) -> None:
+    """A link counts as slow if messages go over it: here no gradient comes down."""
     step = Step(name, 2, Random(0), 0.0)
-    stages = len(step.placement)
-    step.trainable, step.costs = [True] * stages, [Costs()] * stages
+    step.trainable = [False] * (len(step.placement) - 1) + [True]
+    step.costs = [Costs()] * len(step.placement)
+    step.link[1][0] = {"1f1b": 100.0, "interleaved-1f1b": 0.25}[name]
     step.makespan(microbatches)
     assert step.counts == counts
 
