@@ -344,16 +344,28 @@ def test_the_others_follow_while_rank_0_leads() -> None:
     ]
 
 
-def test_what_ends_the_others_while_they_follow_is_raised_where_rank_0_has_led() -> None:
+@pytest.mark.parametrize("is_left_early", [False, True])
+def test_what_ends_the_others_while_they_follow_is_raised_where_rank_0_has_led(
+    is_left_early: bool,
+) -> None:
     class Stopping(Following):
         def follow(self) -> None:
             super().follow()
             raise AgreedFailure("nan")
 
+    def led(crew: Crew[Stopping]) -> Generator[None, None, None]:
+        with crew.others(Stopping.follow):
+            try:
+                yield
+            finally:
+                say(crew.transport, None)
+
     def rank(transport: Transport) -> None:
         def work(crew: Crew[Stopping]) -> None:
-            with pytest.raises(AgreedFailure, match="nan"), crew.others(Stopping.follow):
-                say(transport, None)
+            leads = led(crew)
+            next(leads)
+            with pytest.raises(AgreedFailure, match="nan"):
+                leads.close() if is_left_early else next(leads)
             assert not crew.is_followed
 
         lead(transport, Stopping(transport), work)
@@ -470,8 +482,16 @@ def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long()
 
 
 def test_rank_0_may_think_for_longer_than_a_message_takes() -> None:
+    """Before the first command, between two, and after a block of prompt ones."""
+
     def work(crew: Crew[Worker]) -> list[Any]:
-        threading.Event().wait(0.6)
+        threading.Event().wait(0.4)
+        crew.all(Worker.tell, "first")
+        threading.Event().wait(0.4)
+        with crew.promptly():
+            crew.all(Worker.tell, "soon")
+        crew.all(Worker.tell, "later")
+        threading.Event().wait(0.4)
         return crew.all(Worker.tell, "at last")
 
     (answers, _), *_ = on_ranks(work, timeout=0.2)
