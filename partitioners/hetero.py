@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -373,8 +374,10 @@ def _ends_that_fit(problem: Problem, stage: int, memory: float) -> NDArray[np.in
     after = problem.num_stages - 1 - stage
     most = problem.num_layers - after
     ends = np.zeros(problem.num_layers + 1, np.intp)
-    stop = 0
     # More layers never hold less. So the search goes on where that for the start before has ended.
+    stop = stage + bisect_right(
+        range(stage + 1, most), memory, key=partial(problem.held, stage, stage)
+    )
     for start in range(stage, most) if stage > 0 else [0]:
         first = start + 1 if after else most  # the last stage ends with the model
         stop = max(stop, first - 1)

@@ -266,8 +266,9 @@ class _Search:
             if _tightness(way) > _tightness(best):
                 self.tightest[_group(way)] = way
             self._sizes.setdefault(_but_for_size(way), []).append(place)
+        self._too_large = math.inf
         for places in self._sizes.values():
-            places.sort(key=lambda place: size_of(ways[place]) or math.inf)
+            places.sort(key=self._size)
         self._room = {
             group: False for group, way in self.tightest.items() if self._weights_lack(way) > 0
         }
@@ -299,14 +300,36 @@ class _Search:
         if self._is_in_vain(way) or not self._room.get(_group(way), True):
             return
         of_sizes = self._sizes[_but_for_size(way)]
+        if self._too_large <= self._size(place) < math.inf and self.has_room(_group(way)):
+            self._leave_out_too_large(of_sizes)
         if place not in of_sizes:
             return
         found = self._result(place)
         if isinstance(found, Fit):
             self.found[place] = _timed(found, self._facts)
         elif isinstance(found, DoesNotFitError) and self.has_room(_group(way)):
-            too_large = bisect_left(of_sizes, True, key=self._lacks_memory)
-            del of_sizes[too_large:]
+            self._leave_out_too_large(of_sizes)
+
+    def _leave_out_too_large(self, of_sizes: list[int]) -> None:
+        """Take the ways that lack memory out of ways that differ in size alone, the smallest first.
+
+        Others mostly lack it from the size on that was too large for those before.
+        """
+        low, high = 0, len(of_sizes)
+        expected = bisect_left(of_sizes, self._too_large, key=self._size)
+        for guess in (expected, expected - 1):
+            if low <= guess < high:
+                if self._lacks_memory(of_sizes[guess]):
+                    high = guess
+                else:
+                    low = guess + 1
+        first = bisect_left(of_sizes, True, low, high, key=self._lacks_memory)
+        if first < len(of_sizes):
+            self._too_large = self._size(of_sizes[first])
+        del of_sizes[first:]
+
+    def _size(self, place: int) -> float:
+        return size_of(self.ways[place]) or math.inf
 
     def has_room(self, group: tuple[int | None, bool]) -> bool:
         """Return whether the tightest way of a group fits."""
