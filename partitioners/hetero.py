@@ -46,8 +46,8 @@ Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""
 
 Ends = list[list[NDArray[np.intp]]]
-"""By stage, kind of machine, and the first layer of a stage: where the longest that fits ends, or
-0."""
+"""Ends of the longest stages that fit, by stage, kind of machine, and first layer; 0 where none
+does."""
 
 
 def step_cost(problem: Problem, stage_map: StageMap) -> float:

@@ -110,6 +110,7 @@ def test_costs_are_finite_and_not_negative(bad: float) -> None:
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=3, max_size=9))
+@settings(deadline=None)
 def test_exact_sums_give_every_total_to_the_bit(costs: list[float]) -> None:
     *layers, embedding, head = costs
     of_model = LayerCosts(tuple(layers), embedding, head)
