@@ -64,10 +64,20 @@ def test_a_run_that_saves_nothing_and_goes_on_from_nothing_needs_no_identity(
 
 
 def test_a_run_that_saves_is_known_by_model_data_and_options(
-    small: Path, pirate: Path, tmp_path: Path
+    small: Path, pirate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = tmp_path / "c"
-    start, seen = found(small, pirate, checkpoint_dir=str(checkpoints), seed=5)
+    (tmp_path / "sft.py").touch()  # a module that is called as the objective is
+    monkeypatch.syspath_prepend(tmp_path)
+    schedule = {"name": "cosine_decay"}
+    start, seen = found(
+        small,
+        pirate,
+        checkpoint_dir=str(checkpoints),
+        resume="never",
+        seed=5,
+        lr_schedule=schedule,
+    )
     identity = identity_of(start)
     assert (identity["model"]["layers"], identity["model"]["dtype"]) == (5, "float32")
     assert identity["options"]["seed"] == 5
@@ -75,6 +85,7 @@ def test_a_run_that_saves_is_known_by_model_data_and_options(
         "bias_correction": False
     }
     assert (identity["start"]["sha256"], identity["objective"]) == (None, None)
+    assert identity["optimizer"]["open_schedule"] == schedule
     assert seen.own is not None
     assert seen.own.store == Store(checkpoints)
 
