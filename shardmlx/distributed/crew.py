@@ -39,13 +39,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 _TAKES_LONG = "takes_long"
 _IS_TOGETHER = "is_together"
 
-LONG_SECONDS = 12 * 3600.0
-"""Seconds that ranks wait for the next command, before which rank 0 may read much data, and rank 0
-for the answer to one that ``takes_long``. The heartbeat finds a rank that is lost meanwhile."""
+LONG_SECONDS = 43_200.0
+"""Seconds, 12 hours, that ranks wait for the next command, before which rank 0 may read much data,
+and rank 0 for the answer to one that ``takes_long``. The heartbeat finds a rank that is lost
+meanwhile."""
 
 MOST_AHEAD = 16
-"""Commands that rank 0 gives before it takes the answers to the first of them. Twice as many
-answers of a rank may be under way, so that no rank waits for rank 0 to take one."""
+"""Commands that rank 0 gives before it takes the answers to the first of them."""
+
+MOST_UNDER_WAY = 1024
+"""Messages of a rank that may be under way before it waits: more than those of so many commands to
+30 ranks, or of the answers to them, so that no rank waits for another to take one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,10 @@ def together(method: F) -> F:
     return method
 
 
+def _is_marked(method: Callable[..., object], mark: str) -> bool:
+    return bool(getattr(method, mark, False))
+
+
 class Pending(Generic[T]):
     """A command that rank 0 has carried out, and to which other ranks may still have to answer."""
 
@@ -99,7 +107,7 @@ class Pending(Generic[T]):
         self, channel: _Channel, method: Callable[..., T], own: _Answer, *, is_long: bool = False
     ) -> None:
         self.method = method.__name__
-        self.seconds = LONG_SECONDS if is_long or hasattr(method, _TAKES_LONG) else 0.0
+        self.seconds = LONG_SECONDS if is_long or _is_marked(method, _TAKES_LONG) else 0.0
         """Seconds that answers may take, if longer than a message may."""
         self.answers = [own]
         self._channel = channel
@@ -147,7 +155,7 @@ class _Channel:
             payload = pickled.get(id(message)) or pickle.dumps(message)
             pickled[id(message)] = payload
             self._outbox.send_object(payload, peer, COMMAND_TAG, what)
-        self._outbox.drain(2 * MOST_AHEAD * self.transport.size)
+        self._outbox.drain(MOST_UNDER_WAY)
 
     def expect(self, pending: Pending[Any]) -> None:
         """Expect the answers of the other ranks to a command that they were sent."""
@@ -248,8 +256,8 @@ class Crew(Generic[W_co]):
         self, method: Callable[..., object], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> _Command:
         """Return a call of a method; no command follows one that takes long on some rank soon."""
-        is_prompt = self._channel.is_prompt and not hasattr(method, _TAKES_LONG)
-        is_together = hasattr(method, _IS_TOGETHER)
+        is_prompt = self._channel.is_prompt and not _is_marked(method, _TAKES_LONG)
+        is_together = _is_marked(method, _IS_TOGETHER)
         return _Command(self._part, method.__name__, args, kwargs, is_prompt, is_together)
 
     def _begin(self, method: Callable[..., T], commands: Sequence[_Command]) -> Pending[T]:
@@ -371,7 +379,7 @@ def _follow(transport: Transport, worker: Any) -> None:
         answer = _carried_out(transport, _part_of(worker, message.part), message)
         what = f"answer to {message.method}"
         answers.send_object(pickle.dumps(answer), 0, COMMAND_TAG, what)
-        answers.drain(2 * 2 * MOST_AHEAD)  # each is two messages
+        answers.drain(MOST_UNDER_WAY)
 
 
 def _part_of(worker: Any, path: Sequence[str | int]) -> Any:

@@ -456,7 +456,7 @@ def test_where_commands_follow_soon_no_rank_waits_long_for_one_that_does_nothing
     assert waited in str(ended.value)
 
 
-class Deaf(Worker):
+class Deaf(Following):
     """A worker of which every rank but 0 takes a second to answer."""
 
     def sleep(self) -> int:
@@ -464,19 +464,30 @@ class Deaf(Worker):
             threading.Event().wait(1.0)
         return self._rank
 
+    def follow(self) -> None:
+        super().follow()
+        self.sleep()
+
     @takes_long
     def load(self) -> int:
         return self.sleep()
 
 
-def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long() -> None:
+def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_or_leads() -> None:
     def answers(method: Callable[[Deaf], int]) -> Any:
         def rank(transport: Transport) -> Any:
             return lead(transport, Deaf(transport), lambda crew: crew.all(method))
 
         return LocalNetwork(2, timeout=0.3).run(rank)[0]
 
+    def lead_others(crew: Crew[Deaf]) -> str:
+        with crew.others(Deaf.follow):
+            say(crew.transport, None)
+        return "has led"
+
     assert answers(Deaf.load) == [0, 1]
+    network = LocalNetwork(2, timeout=0.3)
+    assert network.run(lambda each: lead(each, Deaf(each), lead_others))[0] == "has led"
     with pytest.raises(TransportTimeout, match="answer to sleep, waiting for rank 1"):
         answers(Deaf.sleep)
 
@@ -573,6 +584,18 @@ def test_what_a_rank_refuses_while_others_wait_for_it_ends_the_job(late: int) ->
 
     with pytest.raises(UserError, match="the disk is full") as refused:
         LocalNetwork(2, timeout=60).run(rank)
+    assert not isinstance(refused.value, AgreedError)
+
+
+def test_what_a_rank_refuses_while_it_follows_ends_the_job() -> None:
+    """Rank 0, which leads, waits for other messages."""
+
+    def work(crew: Crew[Following]) -> None:
+        with crew.others(Following.refuse, 1):
+            crew.transport.receive_object(1, "word")
+
+    with pytest.raises(UserError, match="the disk is full") as refused:
+        LocalNetwork(2, timeout=20).run(lambda each: lead(each, Following(each), work))
     assert not isinstance(refused.value, AgreedError)
 
 
