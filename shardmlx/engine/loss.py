@@ -372,10 +372,10 @@ def losses_and_slopes(
 def _losses_and_softmax(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return the loss of each target for logits (n, V), one or K of each row, in the shape of the
     targets, and dividend and divisor of the softmax of each row."""
-    most = logits.max(axis=-1, keepdims=True)
-    at_targets = mx.take_along_axis(logits, targets.reshape(len(logits), -1), axis=-1)
+    most = logits.max(axis=1, keepdims=True)
+    at_targets = mx.take_along_axis(logits, targets.reshape(len(logits), -1), axis=1)
     weights = exponential(logits - most)
-    sums = weights.sum(axis=-1, keepdims=True)
+    sums = weights.sum(axis=1, keepdims=True)
     return (most + mx.log(sums) - at_targets).reshape(targets.shape), weights, sums
 
 
@@ -384,5 +384,5 @@ def _slopes(weights: mx.array, sums: mx.array, targets: mx.array, factors: mx.ar
     less each factor at its target."""
     rows = len(weights)
     factors = factors.reshape(rows, -1)
-    slopes = weights * (factors.sum(axis=-1, keepdims=True) / sums)
+    slopes = weights * (factors.sum(axis=1, keepdims=True) / sums)
     return slopes.at[mx.arange(rows)[:, None], targets.reshape(rows, -1)].subtract(factors)

@@ -104,7 +104,7 @@ def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) 
 def test_a_signal_is_heard_at_once_until_the_watch_is_closed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     job = Job(kind=CalmFate)
     assert job.channel.fetches.acquire(timeout=0.2) is False
     signal.raise_signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ def test_a_signal_is_heard_at_once_until_the_watch_is_closed(
     job.watch.close()
     assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
     assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.signal(signal.SIGTERM, before) is signal.SIG_DFL
     assert not any(each.name == "heartbeat" for each in threading.enumerate())
 
 

@@ -289,14 +289,20 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert largest_difference(outcome.gradients, gradients)[0] < 1e-5
 
 
-def test_a_loss_of_answers_takes_pieces_where_one_of_tokens_holds_all_logits() -> None:
+def test_a_loss_takes_pieces_that_is_longer_than_a_chunk_or_of_answers() -> None:
     part = Slice(tiny_model(layers=1), 0, 1)
     (both,) = split(batch_of(2), 1, 0, 2)
+    rows, length = both.shape
     takes = [
-        Head(part, NO_SAVINGS, compiled=False, objective=each).takes_pieces(both)
-        for each in (None, objective_of("dpo"))
+        Head(part, savings, compiled=False, objective=each).takes_pieces(both)
+        for savings, each in (
+            (NO_SAVINGS, None),
+            (Savings(loss_chunk=rows * length), None),
+            (Savings(loss_chunk=rows * length - 1), None),
+            (NO_SAVINGS, objective_of("dpo")),
+        )
     ]
-    assert takes == [False, True]
+    assert takes == [False, False, True, True]
 
 
 def test_of_a_pair_both_answers_are_in_one_micro_batch() -> None:

@@ -177,12 +177,12 @@ def test_gradients_through_stages_are_those_of_one_model(
     inputs = inputs_of(case, np.array(now))
 
     def whole(model: nn.Module) -> mx.array:
-        return formula(case, logps_of(model, plain, targets), inputs)
+        return 0.5 * formula(case, logps_of(model, plain, targets), inputs)
 
     _, expected = nn.value_and_grad(model, whole)(model)
     batch = rows(targets, loss, inputs, is_packed=is_packed)
     (found,), gradients = through_stages(
-        model_of(adapted_head=True), [(0, 2), (2, 4)], [batch], scale=1.0, savings=savings
+        model_of(adapted_head=True), [(0, 2), (2, 4)], [batch], scale=0.5, savings=savings
     )
     np.testing.assert_allclose(np.array(found), np.array(now), atol=3e-6)
     for name, gradient in tree_flatten(expected):
@@ -305,20 +305,32 @@ def uncompiled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("several", [(), (3,)], ids=["one target", "three targets"])
-def test_positions_that_fill_up_a_compiled_piece_change_nothing(several: tuple[int, ...]) -> None:
+def test_positions_that_fill_up_a_compiled_piece_change_nothing(
+    several: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.RandomState(5)
     targets = random.randint(0, VOCABULARY, (COUNT, *several))
     weights = random.uniform(0.1, 1, targets.shape).astype(np.float32)
     batch = rows(targets, TokenLoss("cross_entropy"), {"weights": weights}, is_packed=False)
     part = Slice(model_of(adapted_head=True), 0, 4)
     states = mx.random.normal((*batch.shape, part.hidden_size), key=mx.random.key(6))
+    widths: set[int] = set()
+    logits = part.logits
+
+    def counted(states: mx.array, **how: Any) -> mx.array:
+        widths.add(states.shape[1])
+        return logits(states, **how)
+
+    monkeypatch.setattr(part, "logits", counted)
     found = []
     for compiled in (False, True):
+        widths.clear()
         head = Head(part, NO_SAVINGS, compiled=compiled)
         result, gradient, given = head.result_and_gradient(HeadInput(states, batch))
         sums: dict[str, mx.array] = {}
         head.add_gradients(given, sums)
         found.append([np.array(each) for each in (result, gradient, *sums.values())])
+    assert widths == {32}
     assert len(found[0]) == 4
     for plain, filled in zip(*found, strict=True):
         np.testing.assert_allclose(filled, plain, rtol=1e-5, atol=1e-6)
