@@ -16,7 +16,7 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.checkpoint.writer import Saved, Snapshot
 from shardmlx.common.environment import LAUNCHED, SAVED
 from shardmlx.distributed import byte_stream
-from shardmlx.distributed.messages import buffer_of
+from shardmlx.distributed.messages import PeerLost, buffer_of
 from tests.helpers.checkpoints import (
     as_bytes,
     begin,
@@ -162,6 +162,23 @@ def test_weights_are_held_until_they_are_written(
 
     on_ranks(hosts(tmp_path, "a"), work)
     assert events == ["writing begins", "weights may change"]
+
+
+def test_a_wait_for_a_slow_disk_ends_with_the_loss_of_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = _Gate(monkeypatch, "begin")
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        writer = writer_on(transport, store, "shared", 1)
+        begin(writer, 0, 1, 1)
+        transport.fail(PeerLost("rank 1 on mac-b died"))
+        for wait in (writer.release, writer.wait):
+            with pytest.raises(PeerLost, match="rank 1 on mac-b died"):
+                wait()
+        gate.open()
+
+    on_ranks(hosts(tmp_path, "a"), work)
 
 
 def test_a_slow_disk_has_twelve_hours(tmp_path: Path) -> None:
