@@ -78,7 +78,7 @@ class Counted:
     def of(cls, microbatch: MicroBatch) -> Counted:
         """Find them: all have a gradient, or with a loss of tokens those of which nothing shows
         that they have none."""
-        counts = microbatch.counts.reshape(-1)
+        counts = microbatch.counts.ravel()
         numbers = np.flatnonzero(counts).astype(np.int32)
         if not len(numbers):
             numbers = np.zeros(1, np.int32)
@@ -247,21 +247,19 @@ class Head:
             places = mx.array(np.argsort(given.counted.order))
             return -mx.concatenate(losses)[places]
         counted = given.counted.weights
-        answers = np.zeros(0, np.int64)
-        sums = mx.array(0.0)
-        if self._objective is not None:
-            answers = _answers(given)
-            sums = mx.zeros((len(given.microbatch.row_numbers),))
+        answers = None if self._objective is None else _answers(given)
+        rows = len(given.microbatch.row_numbers)
+        sums = mx.array(0.0) if answers is None else mx.zeros((rows,))
         start = 0
         for of_piece in losses:
             stop = start + len(of_piece)
             mine = of_piece[: len(counted) - start] * mx.array(counted[start:stop])
-            if self._objective is None:
+            if answers is None:
                 sums = sums + mine.sum()
             else:
                 sums = sums.at[mx.array(answers[start:stop])].add(mine)
             start = stop
-        return sums if self._objective is None else -sums
+        return sums if answers is None else -sums
 
     def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
@@ -294,7 +292,7 @@ class Head:
         numbers = given.counted.numbers[order]
         factors = factors[order]
         if microbatch.terms is None:
-            targets = microbatch.targets.reshape(-1)[numbers]
+            targets = microbatch.targets.ravel()[numbers]
         else:
             targets = microbatch.terms.targets[order]
         if padding := -len(numbers) % self._multiple_of:
@@ -356,7 +354,7 @@ class Head:
 
 def _answers(given: HeadInput) -> np.ndarray:
     """Return the answer of each position that counts."""
-    answers: np.ndarray = given.microbatch.answer_of.reshape(-1)[given.counted.numbers]
+    answers: np.ndarray = given.microbatch.answer_of.ravel()[given.counted.numbers]
     return answers
 
 
