@@ -8,7 +8,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 usage: scripts/test.sh [PYTEST OPTION ...]
 
 Makes a virtual environment in .venv, installs the project with all that its tests need, and runs
-ruff, mypy and all tests, with three workers. With options it runs pytest alone, in one process:
+ruff, mypy and all tests, with four workers. With options it runs pytest alone, in one process:
 scripts/test.sh -k schedules
 
 PYTHON=...          the Python to make the environment with (3.11 or newer)
@@ -70,4 +70,4 @@ fi
 "$PYTHON" -m ruff check .
 # More workers than cores: tests that start jobs wait for most of their time. The order is that of
 # tests/conftest.py.
-exec "$PYTHON" -m pytest -n 3 --no-loadscope-reorder
+exec "$PYTHON" -m pytest -n 4 --no-loadscope-reorder

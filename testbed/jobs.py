@@ -123,10 +123,6 @@ class Running:
             start_new_session=True,
             preexec_fn=None if terminal is None else _take_terminal,
         )
-        if hasattr(os, "sched_setaffinity"):
-            # A test that computes stays on one core. What it starts may use all.
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self.process.pid, range(os.cpu_count() or 1))
 
     @classmethod
     def ranks(

@@ -15,7 +15,6 @@ import pytest
 
 from shardmlx.common.environment import prepare
 from testbed.jobs import CACHE
-from tests.helpers.cores import on_one_core
 from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
@@ -72,10 +71,6 @@ ONE_AT_A_TIME = {
     **{f"tests/mpi/test_{name}.py": "ranks that stay" for name in POOLED.split()},
 }
 """What is shared by tests whose names begin so."""
-
-
-STARTS_PROCESSES = {"commands", "hosts", "house", "scripts"}
-"""Rooms of the unit tests that leave processes to the operating system."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,14 +150,6 @@ def _what_other_files_left() -> None:
     test collects by itself, it would go through all of that each time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_core(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compute on one core in the tests whose arrays are small, and which start no ranks."""
-    room = request.path.relative_to(request.config.rootpath / "tests").parts[:2]
-    with on_one_core() if room[0] == "unit" and room[1] not in STARTS_PROCESSES else nullcontext():
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.helpers.cores import on_one_core
 from tests.helpers.worlds.simulation import MOST_SHOWN, Simulation
 
 Play = Callable[[Simulation], object]
@@ -42,6 +44,30 @@ class Room:
         with on_one_core():
             for seed in range(first, first + count):
                 self.world(seed)
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keep all threads of this process on one core, where the operating system lets them.
+
+    Of the threads of a world one goes on at a time. A turn that moves to another core costs as much
+    as what is done in it.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    _move_threads({cores[os.getpid() % len(cores)]})  # other workers of the tests have other cores
+    try:
+        yield
+    finally:
+        _move_threads({*cores})
+
+
+def _move_threads(cores: set[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 @dataclass

@@ -22,11 +22,6 @@ for minutes, and each look takes a little of the cores."""
 directory, starter = Path(sys.argv[1]), int(sys.argv[2])
 rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
 
-if hasattr(os, "sched_setaffinity"):
-    # All threads of a rank on one core: MLX hands small arrays from one to another.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[(starter + int(rank)) % len(cores)]})
-
 
 def next_program(number: int) -> tuple[list[str], str] | None:
     """Wait for a program; return its arguments and its directory, or None at the end."""
