@@ -86,7 +86,7 @@ def evenest(num_layers: int, num_stages: int, load: StageLoads) -> Partition:
     """
     known = _good_bounds(num_layers, num_stages, load)
     limit = _largest(known, load)
-    last = _last_bounds(num_layers, num_stages, load, limit)
+    last = last_bounds(num_layers, num_stages, load, limit)
     first = _first_bounds(num_layers, num_stages, load, limit)
     # A load that does not quite grow with the layers leaves the known partition in.
     each = zip(first, known, last, strict=True)
@@ -134,7 +134,7 @@ def _good_bounds(num_layers: int, num_stages: int, load: StageLoad) -> list[int]
     low, high = 0.0, 1.0
     for _ in range(HALVINGS if most else 0):
         share = (low + high) / 2
-        bounds = _last_bounds(num_layers, num_stages, partial(_share, load, most), share)
+        bounds = last_bounds(num_layers, num_stages, partial(_share, load, most), share)
         if bounds[-1] == num_layers and all(map(lt, bounds, bounds[1:])):
             known = bounds
             high = share
@@ -151,7 +151,7 @@ def _largest(bounds: Sequence[int], load: StageLoad) -> float:
     return max(load(stage, *ends) for stage, ends in enumerate(pairwise(bounds)))
 
 
-def _last_bounds(num_layers: int, num_stages: int, load: StageLoad, limit: float) -> list[int]:
+def last_bounds(num_layers: int, num_stages: int, load: StageLoad, limit: float) -> list[int]:
     """Return where the stages end at most, in a partition whose loads are within the limit."""
     bounds = [0]
     for stage in range(num_stages):

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmlx.errors import UserError
+from shardmlx.partitioners.evenest import last_bounds
 from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
 from shardmlx.partitioners.problem import Array, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -102,6 +103,9 @@ def fastest_in_order(problem: Problem) -> StageMap:
 
 
 def _fastest(problem: Problem, kinds: Kinds, tried: Sequence[Orders]) -> StageMap:
+    # Much sooner than by the ends of all stages.
+    if not _fits_in_large_machines(problem):
+        raise NoOrderFitsError(problem)
     ends = _ends(problem, kinds)
     tried = [orders for orders in tried if ends is None or _may_fit(ends, orders)]
     if not tried:
@@ -355,6 +359,22 @@ def _ends(problem: Problem, kinds: Kinds) -> Ends | None:
         of_stage = {memory: _ends_that_fit(problem, stage, memory) for memory in {*memories}}
         ends.append([of_stage[memory] for memory in memories])
     return ends
+
+
+def _fits_in_large_machines(problem: Problem) -> bool:
+    """Return whether the model would fit if each machine had the memory of the largest one."""
+    most = max(problem.capacity)
+    held = partial(_least_held, problem, most)
+    return last_bounds(problem.num_layers, problem.num_stages, held, most)[-1] == problem.num_layers
+
+
+def _least_held(problem: Problem, memory: float, stage: int, start: int, stop: int) -> float:
+    """Return what a stage holds with these layers or, where that is more than the memory, with some
+    more below. From the first trained layer on it passes no gradient down, and may hold less."""
+    nbytes = problem.held(stage, start, stop)
+    if nbytes > memory and start > problem.first_trained:
+        nbytes = min(nbytes, problem.held(stage, problem.first_trained, stop))
+    return nbytes
 
 
 def _may_fit(ends: Ends, orders: Orders) -> bool:

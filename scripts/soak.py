@@ -28,7 +28,7 @@ from rich.progress import track
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
-from testbed.jobs import Running
+from testbed.jobs import Running, patience
 from testbed.runs import events, in_file
 
 STEPS = 12
@@ -179,7 +179,7 @@ class Soak:
         begun = time.monotonic()
         BROKEN[broken].happen(job, self.chance)
         limit = BROKEN[broken].seconds
-        if job.wait(limit + SECONDS_TO_END) is None:
+        if job.wait(patience(limit + SECONDS_TO_END)) is None:
             self.record.fault(f"{where}: hangs\n{job.where_it_hangs().output}")
         self.slowest = max(self.slowest, time.monotonic() - begun - limit)
         if left := job.left_behind():

@@ -186,7 +186,7 @@ class Running:
 
     def left_behind(self) -> list[int]:
         """Return the process ids of those that live ``SECONDS_TO_END`` after the end."""
-        end = time.monotonic() + SECONDS_TO_END
+        end = time.monotonic() + patience(SECONDS_TO_END)
         while (left := self.pids()) and time.monotonic() < end:
             time.sleep(0.05)
         return left

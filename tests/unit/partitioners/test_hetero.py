@@ -54,6 +54,15 @@ def test_a_small_machine_goes_where_little_is_held() -> None:
     assert (answer.placement, answer.partition.sizes) == ((1, 0), (3, 3))
 
 
+def test_more_layers_may_hold_less_from_the_first_trained_one_on() -> None:
+    def peak(stage: int, start: int, stop: int) -> float:
+        return stop - start + (3 if start > 1 else 0)
+
+    # The first stage could have three layers. Then no room is left for the gradient above it.
+    problem = machines(1.0, 1.0, layers=4, peak=peak, capacity=(3.0, 3.0), first_trained=1)
+    assert hetero(problem).partition.sizes == (1, 3)
+
+
 def test_the_given_order_stays_where_no_other_is_better() -> None:
     problem = machines(2.0, 1.0, 3.0, 1.0, microbatches=4, placement=(3, 0, 2, 1))
     assert hetero(problem).placement == (3, 0, 2, 1)
