@@ -51,7 +51,9 @@ def test_all_services_have_the_numbers_of_the_metrics_file_by_one_set_of_names(
     assert set(found) == set(REPORTERS)
     for service, kept in found.items():
         assert kept["iters"] == 6, service
-        assert kept["numbers"].keys() == expected.keys(), service
+        # swanlab begins so what it says of the machine, if a run is long.
+        own = {name for name in kept["numbers"] if not name.startswith("__swanlab__.")}
+        assert own == expected.keys(), service
         for name, values in expected.items():
             shown = {int(step): value for step, value in kept["numbers"][name].items()}
             assert shown == pytest.approx(values, rel=1e-6), (service, name)
