@@ -6,6 +6,7 @@ import os
 import signal
 import ssl
 import sys
+import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -148,7 +149,10 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _what_other_files_left() -> None:
     """Spare the collections of this file's tests what lives since those of earlier files: where a
     test collects by itself, it would go through all of that each time."""
-    gc.collect()
+    with warnings.catch_warnings():
+        # A connection that an earlier file left open is no fault of this file.
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
     gc.freeze()
 
 
