@@ -313,19 +313,14 @@ class Tables:
 def _least_slowest(problem: Problem, kinds: Kinds) -> float:
     """Return what the slowest stage takes at least: each machine is as long busy, with those of its
     layers that it computes fastest beside the first machine."""
-    costs = np.array([_costs_of_layers(problem.costs[members[0]]) for members in kinds])
+    layers = range(problem.num_layers)
+    by_kind = [problem.costs[members[0]] for members in kinds]
+    costs = np.array([[each.total(layer, layer + 1) for layer in layers] for each in by_kind])
     if not costs.all():
         return 0.0
     speeds = (costs[0] / costs).max(axis=1)
     least: float = costs[0].sum() / (speeds @ [*map(len, kinds)])
     return least
-
-
-def _costs_of_layers(costs: LayerCosts) -> list[float]:
-    layers = [*costs.layers]
-    layers[0] += costs.embedding
-    layers[-1] += costs.head
-    return layers
 
 
 @lru_cache(maxsize=64)

@@ -28,13 +28,12 @@ from rich.progress import track
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
-from testbed.jobs import Running, patience
+from testbed.jobs import SECONDS_TO_END, Running, patience
 from testbed.runs import events, in_file
 
 STEPS = 12
 ATTEMPTS = 3
 TOLERANCE = 1e-5
-SECONDS_TO_END = 10.0
 TIMEOUT = 6.0
 """Seconds after which a silent rank counts as lost: ``--timeout`` of the runs."""
 

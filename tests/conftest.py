@@ -149,11 +149,13 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _what_other_files_left() -> None:
     """Spare the collections of this file's tests what lives since those of earlier files: where a
     test collects by itself, it would go through all of that each time."""
-    with warnings.catch_warnings():
-        # A connection that an earlier file left open is no fault of this file.
-        warnings.simplefilter("ignore", ResourceWarning)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ResourceWarning)
         gc.collect()
     gc.freeze()
+    for each in found:
+        # No fault of this file: said at the end of the run, and not an error here.
+        warnings.warn(f"left open by an earlier file: {each.message}", stacklevel=1)
 
 
 @pytest.fixture(scope="session", autouse=True)

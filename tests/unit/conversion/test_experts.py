@@ -52,7 +52,7 @@ def test_no_more_than_three_experts_are_in_memory(
 MIXTURES = [family for family, config in CONFIGS.items() if has_experts(config)]
 
 
-def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path, in_haste: None) -> None:
+def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path) -> None:
     assert len(MIXTURES) > 20
     for family in MIXTURES:
         wide = {"hidden_size": 64} if "hidden_size" in CONFIGS[family] else {}

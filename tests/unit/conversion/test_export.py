@@ -34,8 +34,6 @@ from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_in_two_files
 from tests.helpers.saved_adapters import save_lora
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 Contents = dict[str, bytes]
 
 

@@ -27,8 +27,6 @@ from tests.helpers.exports import export_alone
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.saved_adapters import save_lora, save_random_lora
 
-pytestmark = pytest.mark.usefixtures("in_haste")
-
 
 @pytest.fixture(autouse=True)
 def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
