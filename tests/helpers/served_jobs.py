@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 
 import httpx
@@ -14,13 +13,6 @@ from testbed.jobs import Running
 
 SECONDS_TO_START = 60.0
 KEY = "tml-a-key"
-
-
-def free_port() -> str:
-    """Return a port at which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 class Served:

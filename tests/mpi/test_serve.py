@@ -19,7 +19,8 @@ import pytest
 
 from testbed.jobs import Running
 from tests.helpers.mpirun import mlx_lm
-from tests.helpers.served_jobs import KEY, Served, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.served_jobs import KEY, Served
 from tests.helpers.shown import lacking
 
 MANY = 32
@@ -46,7 +47,7 @@ def model(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[Served]:
-    port = free_port()
+    port = str(free_port())
     launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "serve"]
     options = ["--model", str(model), "--port", port, "--api-key", KEY, "--timeout", "20"]
     with Running([*launch, *options]) as running:

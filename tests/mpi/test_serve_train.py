@@ -19,7 +19,8 @@ from tinker import types
 
 from testbed.jobs import Running
 from tests.helpers.loops import EVERYTHING, RATE, oracle
-from tests.helpers.served_jobs import KEY, Served, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.served_jobs import KEY, Served
 from tests.helpers.tinker_serving import data_of, datum
 
 MODEL = "small"
@@ -42,7 +43,7 @@ def served(
     launch = [sys.executable, "-m", "shardmlx", "launch", "-n", str(ranks), "serve"]
     states = tmp_path_factory.mktemp("states")
     limits = ["--max-train-length", "128", "--max-lora-rank", "8", "--state-dir", str(states)]
-    options = ["--model", str(small), "--port", free_port(), "--api-key", KEY, "--timeout", "20"]
+    options = ["--model", str(small), "--port", str(free_port()), "--api-key", KEY, "--timeout", "20"]
     names = ["--served-model-name", MODEL]
     with Running([*launch, "--train", *options, *layout, *limits, *names]) as running:
         yield Served(running)

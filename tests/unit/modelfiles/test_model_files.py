@@ -21,7 +21,8 @@ from tests.helpers.fake_models import (
     model_files,
     write,
 )
-from tests.helpers.hub_server import COMMIT, File, Hub, closed_port, serve, text_file
+from tests.helpers.hub_server import COMMIT, File, Hub, serve, text_file
+from tests.helpers.ports import free_port
 
 NAME = "mistralai/Mistral-Large-Instruct-2407"
 
@@ -210,7 +211,7 @@ def test_a_revision_is_looked_up(hub: Hub, inspect: Inspect) -> None:
 def test_without_a_network_the_cache_is_used_and_said_to_be(
     hub: Hub, inspect: Inspect, tmp_path: Path
 ) -> None:
-    nowhere = f"http://127.0.0.1:{closed_port()}"
+    nowhere = f"http://127.0.0.1:{free_port()}"
     line = line_of(inspect("me/tiny", HF_ENDPOINT=nowhere))
     assert f"there is no directory me/tiny here, and {nowhere} does not answer (" in line
     assert "no internet? give a local directory" in line

@@ -18,7 +18,6 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load
 
 from shardmlx.common.environment import Blas
-from shardmlx.common.http_listener import bind
 from shardmlx.config.serve import LINE
 from shardmlx.errors import Stopped
 from shardmlx.server import answer_parser
@@ -26,6 +25,7 @@ from shardmlx.server.answer_parser import AnswerSyntax
 from shardmlx.server.answer_parts import Reading, UnreadText
 from shardmlx.server.run import run
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.ports import free_port
 
 KEPT = 20
 TOKENS = 24
@@ -35,8 +35,7 @@ TOKENS = 24
 def url(small: Path) -> Iterator[str]:
     """The address of a server that samples the least likely of so many tokens: min-p keeps these,
     and XTC leaves out all likely tokens but the least likely of them."""
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     sampling = ["--temp", "1", "--min-p", "1", "--min-tokens-to-keep", str(KEPT)]
     sampling += ["--xtc-probability", "1", "--xtc-threshold", "0"]
     config = LINE.load(["--model", str(small), "--port", str(port), *sampling])
@@ -136,8 +135,7 @@ def test_a_fault_in_reading_an_answer_ends_no_other(
 def test_a_server_whose_terminal_is_closed_has_not_ended_well(small: Path) -> None:
     """One that is asked to stop has."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        with bind("127.0.0.1", 0) as free:
-            port = free.getsockname()[1]
+        port = free_port()
 
         def serve(transport: LocalTransport, number: int = number, port: int = port) -> None:
             transport.stop_requested = lambda: number  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.errors import UserError
 from shardmlx.server import body_reader
 from tests.helpers.http_serving import Parrot, Serving, serving
+from tests.helpers.ports import free_port
 from tests.helpers.refusals import refusal
 
 
@@ -375,7 +376,7 @@ def test_this_machine_is_reached_by_ipv4_and_ipv6(host: str) -> None:
 
 def test_localhost_is_not_shared_with_another_program() -> None:
     try:
-        other = bind("::1", 0)
+        other = bind("::1", free_port())
     except UserError:
         pytest.skip("this machine has no IPv6")
     with other, pytest.raises(UserError) as caught:
