@@ -42,6 +42,8 @@ class _Peer:
     is_watched: bool
     last: Beat = field(default_factory=lambda: Beat("starting"))
     gone_since: float = NEVER
+    signs: int = 0
+    """Signs of life that came since this rank's last look."""
 
     def has_died(self, before: float = NEVER) -> bool:
         """Return whether its process was gone before then, and it neither left nor ends the job."""
@@ -68,6 +70,7 @@ class JobFate:
         self._alarm = Alarm(rank)
         self._looked = now
         self._woke = -NEVER
+        self._given_up_until = -NEVER
         self._lower_learned = -NEVER
         self._sent: float | None = None
         self._own: tuple[str, ...] = ()
@@ -96,9 +99,15 @@ class JobFate:
         That is a lower one in an alarm; and of those that fail, the first, or the lowest of several
         that do so before they hear of each other.
         """
-        if self._claims is False or self._leaves_verdict(now):
+        if self._claims is False or self._leaves_verdict(now) or self._is_given_up(now):
             return True
         return any(self._peers[rank].last.fails for rank in self._lower(now))
+
+    def _is_given_up(self, now: float) -> bool:
+        """Return whether a peer was awake while this rank was silent for the limit, and may have
+        reported it. The report may be lost behind signs of life that this rank did not fetch, and
+        what ends then is ended because of it."""
+        return now < self._given_up_until
 
     def _leaves_verdict(self, now: float) -> bool:
         """Return whether a lower rank lives, in an alarm: it knows as much as this one."""
@@ -141,6 +150,7 @@ class JobFate:
         if peer in self._lower(now) and (was_away or not {*beat.gone} <= {*sender.last.gone}):
             self._lower_learned = now
         sender.heard = now
+        sender.signs += 1
         sender.last = beat
         asked = beat.asks and not self._alarm.is_on(now)
         if asked:
@@ -183,11 +193,16 @@ class JobFate:
 
     def _see(self, processes: Mapping[int, str | None], now: float) -> None:
         """Take note of the processes on this host, and of this one's own sleep."""
-        slept = now - self._looked > OWN_SLEEP
+        seconds = now - self._looked
+        slept = seconds > OWN_SLEEP
         self._looked = now
         if slept:
             self._woke = now
+        was_heeded = any(peer.signs >= OWN_SLEEP / PERIOD for peer in self._peers.values())
+        if seconds > self.limit - PERIOD and was_heeded:
+            self._given_up_until = now + SECONDS_TO_BE_ENDED
         for rank, peer in self._peers.items():
+            peer.signs = 0
             if slept:
                 peer.heard = now
                 peer.gone_since = NEVER
@@ -221,12 +236,10 @@ class JobFate:
             return Do.GIVE_UP
         if self._failure_reported_at is not None:
             return Do.EXIT if now - self._failure_reported_at > SECONDS_TO_BE_ENDED else None
-        return (
-            self._seen_death(now)
-            or self._concluded_death(now)
-            or self._interruption(now)
-            or self._silence(look, now)
-        )
+        death = self._seen_death(now) or self._concluded_death(now)
+        if death is not None:
+            return None if self._is_given_up(now) else death
+        return self._interruption(now) or self._silence(look, now)
 
     def _seconds_to_raise(self) -> float:
         """Return the seconds that the main thread has to report a failure. Lower ranks have had

@@ -159,6 +159,7 @@ class Supervisor:
         self._shares_terminal = self._control.reads_stdin and os.isatty(0)
         self._running: _Running | None = None
         self._is_starting = False
+        self._pauses_once_started = False
         self._hung_up = -math.inf
         self._steps: Iterator[int] = iter((ASK_TO_STOP, signal.SIGTERM))
 
@@ -212,6 +213,8 @@ class Supervisor:
             self._is_starting = False
             if self.stopped_by is not None and not running.signalled:  # while it started
                 self._signal_next(running)
+            if self._pauses_once_started:
+                self._pause(signal.SIGTSTP, None)
             if ranks_here:
                 threading.Thread(target=running.end_alone, daemon=True).start()
             if limit is not None:
@@ -275,6 +278,9 @@ class Supervisor:
     def _pause(self, number: int, frame: types.FrameType | None) -> None:
         """Stop the ranks, and then this process, as Ctrl-Z does; go on together."""
         process = self._running.process if self._running is not None else None
+        self._pauses_once_started = self._is_starting and process is None
+        if self._pauses_once_started:
+            return  # mpirun may run already, and is not known yet
         if process is not None:
             process.send_signal(signal.SIGTSTP)  # mpirun forwards it, and runs on
             say_line("launch: the ranks are stopped, too, until fg or bg")

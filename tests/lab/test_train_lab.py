@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testbed.hosts import Lab, hosts
-from testbed.jobs import Job, Running
+from testbed.jobs import Job, Running, patience
 from testbed.runs import events, in_file
 from tests.helpers.loaded_runs import train_alone
 from tests.helpers.mpirun import mpirun
@@ -79,9 +80,9 @@ def until_mac2_goes(lab: Lab, ranks: int) -> Job:
         "mac1",
         *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile, "-n", str(ranks)),
         *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
-        *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
-        *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", str(ranks)),
-        *("-c", "options.yaml"),
+        *("train", *TRAIN, "--checkpoint-dir", "checkpoints"),
+        *("--timeout", str(math.ceil(patience(6))), "--checkpoint-every", str(SAVED_EVERY)),
+        *("--pipeline-stages", str(ranks), "-c", "options.yaml"),
     )
     return mpirun(ranks, command=command, meanwhile=power_off).well()
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from testbed.jobs import AFTER_A_KILL
+from shardmlx.distributed.times import silence_limit
+from testbed.jobs import AFTER_A_KILL, patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.programs import PROGRAMS
 
 HOST = re.escape(socket.gethostname().split(".")[0])
 DIED = r"died \(was it killed, or out of memory\?\); it was last in .+"
-SILENT = r"has given no sign of life for 4 s(: its process is stopped)?; it was last in .+"
+
+
+def silent(timeout: int) -> str:
+    """Return the pattern of what is said of a rank whose process is stopped."""
+    life = f"has given no sign of life for {silence_limit(timeout):g} s"
+    return rf"{life}(: its process is stopped)?; it was last in .+"
 
 
 def message(stage: int | str) -> str:
@@ -30,17 +37,24 @@ def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     """A stage a rank, steps of four micro-batches."""
     return [
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--micro-batch-size", "1"),
-        *("--adapter-path", tmp_path / "adapters", "--timeout", "3"),
+        *("--adapter-path", tmp_path / "adapters"),
         *("--schedule", "1f1b", "--no-pack"),
     ]
 
 
 def check(
-    ranks: int, rank: int, when: str, how: str, arguments: list[str | Path], message: str
+    ranks: int,
+    rank: int,
+    when: str,
+    how: str,
+    arguments: list[str | Path],
+    message: str,
+    timeout: int = 60,
 ) -> None:
     """Let a rank fail; the job ends without leaving a process behind, and with this one line."""
     program = PROGRAMS / "failing_rank.py"
-    job = mpirun(ranks, program, str(rank), when, how, *arguments, "--val-batches", "0")
+    arguments = [*arguments, "--val-batches", "0", "--timeout", str(timeout)]
+    job = mpirun(ranks, program, str(rank), when, how, *arguments)
     line = job.failure(*(AFTER_A_KILL if how == "kill" else {1}))
     assert re.fullmatch(f"shardmlx: failed: {message}", line), line
 
@@ -60,8 +74,9 @@ def test_a_rank_that_is_killed(arguments: list[str | Path]) -> None:
 
 def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
     """It is named a second before others may give up, where that is more than three seconds."""
-    said = f"rank [12] on {HOST}, {message('[12]')}: rank 0 on {HOST} {SILENT}"
-    check(3, 0, "step", "stop", [*arguments, "--timeout", "5"], said)
+    timeout = math.ceil(patience(5))
+    said = f"rank [12] on {HOST}, {message('[12]')}: rank 0 on {HOST} {silent(timeout)}"
+    check(3, 0, "step", "stop", arguments, said, timeout)
 
 
 @pytest.mark.parametrize(
@@ -78,26 +93,22 @@ def test_a_rank_that_is_lost_at_a_command(
     """All others, in one process: ``tests/unit/training/test_every_command.py``."""
     other = 1 - rank
     doing = "(answer to|saving) .+" if other == 0 else "next command"
-    ends = rf"rank {rank} on {HOST} {DIED if how == 'kill' else SILENT}"
+    timeout = math.ceil(patience(5)) if how == "stop" else 60
+    ends = rf"rank {rank} on {HOST} {DIED if how == 'kill' else silent(timeout)}"
     said = rf"rank {other}( on {HOST})?, {doing}, waiting for rank {rank} on {HOST}: {ends}"
     kept = ("--checkpoint-dir", tmp_path / "kept", "--checkpoint-every", "2", "--iters", "2")
-    check(
-        2,
-        rank,
-        command,
-        how,
-        [*arguments, *kept, "--timeout", "5" if how == "stop" else "60"],
-        said,
-    )
+    check(2, rank, command, how, [*arguments, *kept], said, timeout)
 
 
 def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
-    said = rf"starting MPI: rank 1 on {HOST} did not come within 3 s \(see --timeout\)"
-    check(2, 1, "start", "stop", arguments, f"rank 0 on {HOST}: {said}")
+    timeout = math.ceil(patience(3))
+    said = rf"starting MPI: rank 1 on {HOST} did not come within {timeout} s \(see --timeout\)"
+    check(2, 1, "start", "stop", arguments, f"rank 0 on {HOST}: {said}", timeout)
 
 
 def test_a_stage_that_computes_for_ever(arguments: list[str | Path]) -> None:
     """Its process gives signs of life: those that wait for it give up."""
+    timeout = math.ceil(patience(3))
     where = rf"waiting for the gradient of micro-batch \d from rank 1 on {HOST} \(0RECV_B\d\)"
-    said = rf"rank 0 on {HOST}, stage 0, {where}: nothing came for 3 s \(see --timeout\)"
-    check(2, 1, "step", "hang", arguments, said)
+    said = rf"rank 0 on {HOST}, stage 0, {where}: nothing came for {timeout} s \(see --timeout\)"
+    check(2, 1, "step", "hang", arguments, said, timeout)

@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed(small: Path) -> None:
     job = mpirun(
         2,
         *(PROGRAMS / "dying_rank.py", "kill", "generate", "--model", small, "--prompt", PROMPT),
-        *("--max-tokens", "50", "--timeout", "5"),
+        *("--max-tokens", "50", "--timeout", "60"),
     )
     assert "Traceback" not in job.output
     line = replace(job, stdout="").failure(1, *AFTER_A_KILL)  # it may follow unfinished text

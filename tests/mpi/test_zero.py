@@ -132,7 +132,7 @@ def test_a_replica_that_is_killed_in_an_exchange_costs_no_more_than_steps(
     more = (*more, *in_file(tmp_path / "sums.yaml", sum_dtype=sums))
     whole = Run(tmp_path / "whole", small, pirate, *more)
     killed = tmp_path / "killed"
-    arguments = [*flags_of(killed, small, pirate, *more), "--timeout", "5"]
+    arguments = [*flags_of(killed, small, pirate, *more), "--timeout", "60"]
     line = mpirun(2, PROGRAMS / "failing_rank.py", "1", when, "kill", *arguments).failure(
         *AFTER_A_KILL
     )

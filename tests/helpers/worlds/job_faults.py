@@ -79,6 +79,13 @@ def a_host_sleeps(plan: Plan) -> Culprits:
     return []
 
 
+def a_host_sleeps_for_too_long(plan: Plan) -> Culprits:
+    host = plan.host()
+    plan.at(0.0, plan.world.hosts[host].sleep, plan.draw.uniform(2, 4) * plan.limit)
+    plan.last = 4 * plan.limit
+    return plan.ranks_of(host)
+
+
 def two_hosts_sleep(plan: Plan) -> Culprits:
     """One after the other: a host's two sleeps on end would be one long one."""
     plan.sleep(plan.host(), plan.sleep(plan.host()) + 3.0)
@@ -108,10 +115,24 @@ def a_rank_is_stopped_and_continued(plan: Plan) -> Culprits:
 
 def all_are_stopped_and_continued(plan: Plan) -> Culprits:
     """Ctrl-Z and fg."""
-    for number, seconds in ((signal.SIGSTOP, 0.0), (signal.SIGCONT, 7.0)):
+    continued = plan.draw.choice([7.0, 2 * plan.limit])
+    for number, seconds in ((signal.SIGSTOP, 0.0), (signal.SIGCONT, continued)):
         for rank in plan.world.ranks:
             plan.at(seconds, rank.send_signal, number)
     return []
+
+
+def a_rank_dies_after_all_were_stopped(plan: Plan) -> Culprits:
+    """Once they have done so for longer than the alarm of their SIGCONT, in which all answered."""
+    all_are_stopped_and_continued(plan)
+    rank = plan.rank()
+    plan.at(plan.last + plan.draw.uniform(5, 8), plan.world.kill, rank)
+    return [rank]
+
+
+def mpirun_is_interrupted_after_all_were_stopped(plan: Plan) -> None:
+    all_are_stopped_and_continued(plan)
+    plan.at(plan.last + plan.draw.uniform(1, 3), plan.world.mpirun.end)
 
 
 def a_rank_dies(plan: Plan) -> Culprits:
@@ -280,6 +301,7 @@ FAULTS = (
     Fault(a_rank_is_stopped_and_continued, is_slow=True),
     Fault(all_are_stopped_and_continued, is_slow=True),
     Fault(a_rank_dies),
+    Fault(a_rank_dies_after_all_were_stopped),
     Fault(a_rank_dies_and_a_message_of_it_fails),
     Fault(a_rank_dies_while_all_compute),
     Fault(a_rank_dies_whose_last_signs_of_life_are_late),
@@ -289,6 +311,7 @@ FAULTS = (
     Fault(a_rank_dies_while_another_is_stopped, needs_mpirun=True),
     Fault(a_rank_dies_while_a_host_is_cut_off, hosts=2),
     Fault(a_rank_is_stopped),
+    Fault(a_host_sleeps_for_too_long, hosts=2),
     Fault(a_rank_is_stopped_while_a_host_sleeps, hosts=2),
     Fault(a_host_is_lost, hosts=2),
     Fault(a_host_is_lost_while_all_compute, hosts=2),
@@ -297,6 +320,7 @@ FAULTS = (
     Fault(two_ranks_fail),
     Fault(a_rank_fails_while_a_host_sleeps, hosts=2),
     Fault(mpirun_is_interrupted),
+    Fault(mpirun_is_interrupted_after_all_were_stopped),
     Fault(all_are_sent_sigterm),
     Fault(one_is_sent_sigterm),
     Fault(systemd_stops_one),

@@ -3,7 +3,8 @@
 What the ranks, the network and mpirun do is what was seen of real ones. A watch looks at its
 processes and fetches its messages at every ``pause``, or when a signal comes. Messages of one link
 come in order, and wait while a host sleeps. The first of a link is on its way until it has come,
-for MPI connects two ranks then; TCP has taken a later one at once. mpirun sends SIGCONT, SIGTERM
+for MPI connects two ranks then. TCP has taken a later one at once; memory that two processes share
+has room for some, which a process that is stopped does not fetch. mpirun sends SIGCONT, SIGTERM
 and SIGKILL to all ranks a quarter of a second apart, once one has died.
 """
 
@@ -29,7 +30,17 @@ from tests.helpers.worlds.simulation import Delays, Host, Links, Range, Simulati
 SECONDS_BETWEEN_SIGNALS = 0.25  # of mpirun, when it ends a job
 SPREAD_OF_SIGNALS = 0.05  # between ranks, besides the way of a message
 SECONDS_TO_REACT: Range = (0.01, 0.3)  # from a death, or MPI_Abort, to mpirun's first signal
+ROOM = 32  # messages that shared memory holds of a link
 SECONDS_TO_RAISE = 0.3  # at most, from a failure to the main thread's report, unless it computes
+
+
+class Message:
+    """A sign of life that a rank has begun to send."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.has_come = False
+        self.is_fetched = False
 
 
 class Rank:
@@ -50,9 +61,9 @@ class Rank:
         self._watches = True
         self._is_in_hurry = False
         self._signals: list[signal.Signals] = []
-        self._inbox: list[tuple[int, Beat]] = []
-        self._outgoing = BeatQueue[list[bool]](self._begin_to_send, bool)
-        self._connected: set[int] = set()
+        self._inbox: list[tuple[int, Message]] = []
+        self._outgoing = BeatQueue[Callable[[], bool]](self._begin_to_send, lambda done: done())
+        self._sent: dict[int, list[Message]] = {peer: [] for peer in self.fate.others}
         self._next_look = 0
         world.simulation.after(world.random.uniform(0, PERIOD), self._look, 0)
 
@@ -73,12 +84,11 @@ class Rank:
         if not self.is_stopped:
             self._plan_look(0.0)
 
-    def deliver(self, peer: int, data: bytes, come: list[bool]) -> None:
+    def deliver(self, peer: int, message: Message) -> None:
         """Take a message, which the watch fetches at its next look."""
-        come.append(True)
-        beat = _unpacked(data)
-        self.world.simulation.note(self.name, "is sent", beat, "of", peer)
-        self._inbox.append((peer, beat))
+        message.has_come = True
+        self.world.simulation.note(self.name, "is sent", _unpacked(message.data), "of", peer)
+        self._inbox.append((peer, message))
 
     def die(self) -> None:
         """End this process."""
@@ -126,8 +136,9 @@ class Rank:
             self._outgoing.send_waiting(peer)
         messages = self._inbox
         self._inbox = []
-        for peer, beat in messages:
-            self._obey(self.fate.heard(peer, beat, now))
+        for peer, message in messages:
+            message.is_fetched = True
+            self._obey(self.fate.heard(peer, _unpacked(message.data), now))
         processes = self.world.processes_beside(self)
         look = Look("step 7", processes, failed=self.failure is not None, reports=self._is_in_hurry)
         self._obey(self.fate.looked(look, now))
@@ -160,12 +171,18 @@ class Rank:
         for peer in peers:
             self._outgoing.post(peer, data, is_repeated=beat.is_repeated)
 
-    def _begin_to_send(self, peer: int, data: bytes) -> list[bool]:
-        """Bring a message on its way; the list that is returned is empty while it is there."""
-        come = [True] if peer in self._connected else []
-        self._connected.add(peer)
-        self.world.post(self, self.world.ranks[peer], data, come)
-        return come
+    def _begin_to_send(self, peer: int, data: bytes) -> Callable[[], bool]:
+        """Bring a message on its way; return what says whether the next may be sent."""
+        sent = self._sent[peer]
+        sent.append(Message(data))
+        receiver = self.world.ranks[peer]
+        self.world.post(self, receiver, sent[-1])
+        if len(sent) == 1:
+            return lambda: sent[0].has_come
+        if receiver.host is not self.host or len(sent) <= ROOM:
+            return lambda: True
+        before = sent[-1 - ROOM]
+        return lambda: before.is_fetched
 
     def _report(self, reason: str, until: float | None = None) -> None:
         """Report a failure on the main thread, unless a lower rank is about to."""
@@ -281,13 +298,13 @@ class World:
         for rank, place in enumerate(places):
             self.ranks.append(Rank(self, rank, self.hosts[place]))
 
-    def post(self, sender: Rank, receiver: Rank, data: bytes, come: list[bool]) -> None:
+    def post(self, sender: Rank, receiver: Rank, message: Message) -> None:
         """Bring a message of a process on its way."""
         if sender.lives:
             link = (sender.number, receiver.number)
             late = self.late.get(sender.number, 0.0)
             hosts = (sender.host, receiver.host)
-            self.links.send(link, hosts, receiver.deliver, sender.number, data, come, late=late)
+            self.links.send(link, hosts, receiver.deliver, sender.number, message, late=late)
 
     def processes_beside(self, observer: Rank) -> dict[int, str | None]:
         """Return the states of the other processes on a rank's host."""

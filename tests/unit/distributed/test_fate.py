@@ -11,7 +11,7 @@ import pytest
 from shardmlx.distributed.alarm import Alarm
 from shardmlx.distributed.fate import JobFate
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
-from shardmlx.distributed.times import HURRY, PERIOD
+from shardmlx.distributed.times import HURRY, PERIOD, SECONDS_TO_BE_ENDED
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 Event = Callable[[JobFate, float], list[Action]]
@@ -497,3 +497,37 @@ def test_a_rank_that_wakes_lets_those_that_were_awake_report_a_death_first() -> 
     assert played(higher, woken, [(21.45, gone)]) == []
     ((_, end_of_higher),) = played(higher, [(21.55, gone)])
     assert isinstance(end_of_higher, End)
+
+
+@pytest.mark.parametrize(
+    ("slept", "signs", "waits"),
+    [(60.0, 4, True), (59.0, 4, False), (60.0, 3, False)],
+)
+def test_a_rank_that_its_peers_gave_up_leaves_the_report_to_them(
+    slept: float, signs: int, waits: bool
+) -> None:
+    """Those that were awake have sent signs of life, before one of them reported it and ended."""
+    fate = fate_of()
+    woken = 1.0 + slept
+    sent = [(woken, heard(2, Beat("step 3")))] * signs
+    trace = [(1.0, LOOK), *sent, *looks(woken, woken + 5, states={1: "gone"})]
+    assert fate.leaves_report(1.0) is False
+    ((ended, end),) = played(fate, trace)
+    assert ended == woken + (SECONDS_TO_BE_ENDED if waits else PERIOD)
+    assert end == died(1, "starting")
+
+
+def test_a_rank_that_its_peers_gave_up_lets_them_report_before_its_main_thread() -> None:
+    fate = fate_of()
+    sent = [(70.0, heard(2, Beat("step 3")))] * 9
+    assert played(fate, [(1.0, LOOK)], sent, [(70.0, LOOK)]) == []
+    assert fate.leaves_report(70.0)
+    assert not fate.leaves_report(70.0 + SECONDS_TO_BE_ENDED)
+
+
+def test_a_rank_that_its_peers_gave_up_is_not_interrupted_by_those_who_end_it() -> None:
+    fate = fate_of()
+    sent = [(70.0, heard(2, Beat("step 3")))] * 9
+    ended: Trace = [(70.0, LOOK), (70.0, signalled(signal.SIGCONT)), (70.0, answer(2))]
+    ended += [(70.25, signalled(signal.SIGTERM)), (70.35, LOOK), (70.5, LOOK)]
+    assert played(fate, [(1.0, LOOK)], sent, ended) == []

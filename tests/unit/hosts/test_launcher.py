@@ -570,9 +570,11 @@ def test_one_end_of_a_terminal_is_one_signal_whatever_the_shell_sends(lab: Lab) 
     assert (lab.path / "signals").read_text() == "saved\n"
 
 
+HEARS = "trap 'echo stops >> signals' TSTP\ntrap 'echo goes on >> signals' CONT\n"
+
+
 def test_ctrl_z_stops_the_ranks_as_well_until_launch_goes_on(lab: Lab) -> None:
-    hears = "trap 'echo stops >> signals' TSTP\ntrap 'echo goes on >> signals' CONT\n"
-    with started(lab, hears + WAITS) as process:
+    with started(lab, HEARS + WAITS) as process:
         process.send_signal(signal.SIGTSTP)
         _wait_for(lab.path / "signals", lines=1)
         assert os.waitpid(process.pid, os.WUNTRACED)[1] >> 8 == signal.SIGSTOP
@@ -581,6 +583,46 @@ def test_ctrl_z_stops_the_ranks_as_well_until_launch_goes_on(lab: Lab) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 143
     assert (lab.path / "signals").read_text() == "stops\ngoes on\nsaved\n"
+
+
+AT_ONCE = """\
+import signal, subprocess, sys, time
+from pathlib import Path
+from shardmlx.hosts.output_relay import SaidByRank0
+from shardmlx.hosts.supervisor import Supervisor
+
+class Popen(subprocess.Popen):
+    def __init__(self, *command, **options):
+        super().__init__(*command, **options)
+        while not Path("up").exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGTSTP)
+
+subprocess.Popen = Popen
+supervisor = Supervisor()
+with supervisor.listening():
+    sys.exit(supervisor.run(["sh", "job"], SaidByRank0(Path("status"))).status)
+"""
+
+
+def test_ctrl_z_as_mpirun_starts_stops_the_ranks_as_well(tmp_path: Path) -> None:
+    (tmp_path / "job").write_text(HEARS + WAITS)
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_ONCE],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        try:
+            assert os.waitpid(process.pid, os.WUNTRACED)[1] >> 8 == signal.SIGSTOP
+            _wait_for(tmp_path / "signals", lines=1)
+            process.send_signal(signal.SIGCONT)
+            _wait_for(tmp_path / "signals", lines=2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 138
+        finally:
+            process.kill()
+    assert (tmp_path / "signals").read_text() == "stops\ngoes on\nsaved\n"
 
 
 WRITES = "touch up\ni=0; while [ $i -lt {} ]; do echo step $i; i=$((i + 1)); sleep 0.02; done\n"

@@ -22,6 +22,7 @@ from shardmlx.islands.client import Hub
 from shardmlx.islands.hub_options import HubOptions
 from shardmlx.islands.protocol import Refusal, report_path
 from shardmlx.islands.secure_sums import Member, write_masked
+from testbed.jobs import patience
 from tests.helpers.island_hub import RunningHub, running_hub
 from tests.helpers.islands import (
     islands_of,
@@ -131,7 +132,9 @@ def test_an_island_that_drops_out_counts_once_its_numbers_have_come(
     made = islands_of(small, tmp_path, 3, iters=H, **LORA)
     rows = dict.fromkeys(made, H * 2)
     others = sum(rows.values())
-    with secure_hub(tmp_path / "hub", "ann,bob,cem,dia", monkeypatch, deadline=6.0) as hub:
+    with secure_hub(
+        tmp_path / "hub", "ann,bob,cem,dia", monkeypatch, deadline=patience(6.0)
+    ) as hub:
         dia = Vanishing(hub, last)
 
         def vanish() -> None:
@@ -171,7 +174,7 @@ def test_a_hub_that_starts_anew_in_the_middle_of_a_sum_loses_none(
             while secure._sum is None or len(secure._sum.reports) < 2:
                 time.sleep(0.02)
         with running_hub(
-            tmp_path / "hub", "ann,bob,dia", port=port, deadline=3.0, **SECURE
+            tmp_path / "hub", "ann,bob,dia", port=port, deadline=patience(3.0), **SECURE
         ) as again:
             training.result()
             assert again.rounds.version == 1
