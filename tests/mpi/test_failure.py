@@ -73,8 +73,9 @@ def test_a_rank_that_is_killed(arguments: list[str | Path]) -> None:
 
 
 def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
-    """It is named a second before others may give up, where that is more than three seconds."""
-    timeout = math.ceil(patience(5))
+    """It is named a second before others may give up, where that is more than three seconds. After
+    so long a time its peers' report does not reach it: it must not blame them as all are ended."""
+    timeout = max(18, math.ceil(patience(5)))
     said = f"rank [12] on {HOST}, {message('[12]')}: rank 0 on {HOST} {silent(timeout)}"
     check(3, 0, "step", "stop", arguments, said, timeout)
 
