@@ -178,7 +178,7 @@ class Running:
 
     def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         """Wait for what the processes do; if they do not, say where they are."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while not condition():
             if time.monotonic() > end:
                 raise AssertionError(f"it does not happen\n{self.where_it_hangs().output}")

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from testbed.hosts import Lab, hosts
-from testbed.jobs import AFTER_A_KILL, Job
+from testbed.jobs import AFTER_A_KILL, Job, patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.programs import PROGRAMS
 
 
 def run_until(
-    lab: Lab, event: Callable[[dict[int, int]], None], phase: str = "training"
+    lab: Lab,
+    event: Callable[[dict[int, int]], None],
+    phase: str = "training",
+    timeout: float = 60.0,
 ) -> tuple[Job, float]:
     """A rank on each host; ``event`` is given their process ids. The job, and how long it lasted
     after that. ``mpirun`` fails the test if anything is left on any host."""
@@ -26,7 +29,7 @@ def run_until(
 
     def meanwhile(pid: int) -> None:
         nonlocal happened
-        end = time.monotonic() + 60.0
+        end = time.monotonic() + patience(60.0)
         files = [lab.home(host) / str(rank) for rank, host in enumerate(lab.hosts)]
         while not all(file.exists() for file in files) and time.monotonic() < end:
             time.sleep(0.05)
@@ -34,7 +37,7 @@ def run_until(
         happened = time.monotonic()
 
     count = len(lab.hosts)
-    command = lab.mpirun(count, PROGRAMS / "until_stopped.py", phase, ".")
+    command = lab.mpirun(count, PROGRAMS / "until_stopped.py", phase, ".", str(timeout))
     job = mpirun(count, command=command, meanwhile=meanwhile, timeout=80.0)
     return job, time.monotonic() - happened
 
@@ -43,8 +46,9 @@ def run_until(
 def test_a_cut_link_ends_both_sides(phase: str, lab: Lab) -> None:
     """After 3 s without a sign of life; mpirun and its daemon, which cannot reach each other,
     soon after."""
-    job, seconds = run_until(lab, lambda ranks: lab.cut(), phase)
-    assert seconds < 3 + 10
+    timeout = patience(3.0)
+    job, seconds = run_until(lab, lambda ranks: lab.cut(), phase, timeout)
+    assert seconds < timeout + 10
     line = job.failure(1)
     assert line.startswith("shardmlx: failed: rank 0 on mac1, ")
     assert "rank 1 on mac2" in line

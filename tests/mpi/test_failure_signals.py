@@ -9,20 +9,24 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from testbed.jobs import SECONDS_TO_END, Job, Running
+from testbed.jobs import SECONDS_TO_END, Job, Running, patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.programs import PROGRAMS
 
 
 def wait_for(paths: Collection[Path]) -> None:
     """Wait until ranks have written these files."""
-    end = time.monotonic() + 60.0
+    end = time.monotonic() + patience(60.0)
     while not all(map(Path.exists, paths)) and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def run(
-    phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], None], ranks: int = 2
+    phase: str,
+    directory: Path,
+    meanwhile: Callable[[int, dict[int, int]], None],
+    ranks: int = 2,
+    timeout: float = 60.0,
 ) -> Job:
     """``meanwhile`` is given the process ids of mpirun and of the ranks."""
 
@@ -33,7 +37,7 @@ def run(
 
     return mpirun(
         ranks,
-        *(PROGRAMS / "until_stopped.py", phase, directory),
+        *(PROGRAMS / "until_stopped.py", phase, directory, str(timeout)),
         timeout=60.0 + SECONDS_TO_END,
         meanwhile=wait,
     )
@@ -61,7 +65,8 @@ def test_a_signal_before_training_ends_it_at_once(tmp_path: Path) -> None:
 
 def test_one_process_without_mpirun_says_one_line_and_open_mpi_nothing(tmp_path: Path) -> None:
     """MPI_Abort would print a block about a help file that only mpirun has."""
-    with Running([sys.executable, PROGRAMS / "until_stopped.py", "loading", tmp_path]) as running:
+    command = (sys.executable, PROGRAMS / "until_stopped.py", "loading", tmp_path, "60")
+    with Running(command) as running:
         running.until((tmp_path / "0").exists)
         running.process.send_signal(signal.SIGTERM)
         assert running.wait(SECONDS_TO_END) == 128 + signal.SIGTERM
@@ -82,6 +87,7 @@ def test_ranks_end_after_an_mpirun_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Path) -> None:
     """As by Ctrl-Z, or a laptop that is closed."""
+    timeout = patience(3.0)
 
     def pause(mpirun: int, ranks: dict[int, int]) -> None:
         # Rank 0 first and last, so that the other waits for it.
@@ -89,8 +95,8 @@ def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Pat
             for rank in order:
                 os.kill(ranks[rank], number)
                 time.sleep(0.3)
-            time.sleep(4.0)
+            time.sleep(timeout + 1.0)
         os.kill(mpirun, signal.SIGUSR1)
 
-    job = run("training", tmp_path, pause)
+    job = run("training", tmp_path, pause, timeout=timeout)
     assert job.failure(128 + signal.SIGUSR1) == "shardmlx: stopped by SIGUSR1: saved"

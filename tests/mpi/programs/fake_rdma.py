@@ -23,7 +23,7 @@ from shardmlx.distributed.mpi import MPITransport
 
 VARIABLES = ("MLX_RANK", "MLX_IBV_DEVICES", "MLX_HOSTFILE")
 
-transport = MPITransport(timeout=20.0)
+transport = MPITransport(timeout=60.0)
 rank = transport.rank
 found: list[Any] = []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardmlx.distributed.mpi import MPITransport
 
 module, directory = sys.argv[1:]
-transport = MPITransport(timeout=20.0)
+transport = MPITransport(timeout=60.0)
 with Path(directory, f"rank-{transport.rank}.jsonl").open("w") as results:
     checks = importlib.import_module(module).checks(transport.size)
     for name, check in checks.items():

@@ -62,7 +62,7 @@ def generate(name: str) -> tuple[list[list[int]], int, int] | None:
     return texts, cached, first_stage.drafted.accepted
 
 
-transport = MPITransport(timeout=20.0)
+transport = MPITransport(timeout=60.0)
 try:
     across = int(sys.argv[1])
     mesh = Mesh(1, transport.size // across, across)

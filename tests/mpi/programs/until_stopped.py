@@ -1,5 +1,5 @@
-"""``until_stopped.py {training,loading,summing} DIRECTORY``: ranks that work until a signal comes,
-and then save for a second.
+"""``until_stopped.py {training,loading,summing} DIRECTORY TIMEOUT``: ranks that work until a signal
+comes, and then save for a second. They wait for each other for so many seconds.
 
 While ``loading`` or ``summing`` nobody asks for signals. Every rank that is at work writes its
 process id to DIRECTORY/RANK, and every rank that saves makes DIRECTORY/RANK.saves.
@@ -18,7 +18,7 @@ from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import Stopped
 
-phase, directory = sys.argv[1:]
+phase, directory, timeout = sys.argv[1:]
 
 
 def work(options: None, transport: Transport, blas: Blas) -> None:
@@ -46,4 +46,4 @@ def work(options: None, transport: Transport, blas: Blas) -> None:
         time.sleep(0.1)
 
 
-sys.exit(run_ranks(lambda rank: None, lambda options: 3.0, lambda: work))
+sys.exit(run_ranks(lambda rank: None, lambda options: float(timeout), lambda: work))

@@ -509,8 +509,8 @@ def test_a_rank_that_its_peers_gave_up_leaves_the_report_to_them(
     """Those that were awake have sent signs of life, before one of them reported it and ended."""
     fate = fate_of()
     woken = 1.0 + slept
-    sent = [(woken, heard(2, Beat("step 3")))] * signs
-    trace = [(1.0, LOOK), *sent, *looks(woken, woken + 5, states={1: "gone"})]
+    sent: Trace = [(woken, heard(2, Beat("step 3")))] * signs
+    trace: Trace = [(1.0, LOOK), *sent, *looks(woken, woken + 5, states={1: "gone"})]
     assert fate.leaves_report(1.0) is False
     ((ended, end),) = played(fate, trace)
     assert ended == woken + (SECONDS_TO_BE_ENDED if waits else PERIOD)
