@@ -501,19 +501,15 @@ def test_a_rank_that_wakes_lets_those_that_were_awake_report_a_death_first() -> 
 
 @pytest.mark.parametrize(
     ("slept", "signs", "waits"),
-    [(60.0, 4, True), (59.0, 4, False), (60.0, 3, False)],
+    [(60.0, 4, True), (59.5, 4, False), (60.0, 3, False)],
 )
 def test_a_rank_that_its_peers_gave_up_leaves_the_report_to_them(
     slept: float, signs: int, waits: bool
 ) -> None:
     """Those that were awake have sent signs of life, before one of them reported it and ended."""
-    fate = fate_of()
-    woken = 1.0 + slept
-    sent: Trace = [(woken, heard(2, Beat("step 3")))] * signs
-    trace: Trace = [(1.0, LOOK), *sent, *looks(woken, woken + 5, states={1: "gone"})]
-    assert fate.leaves_report(1.0) is False
-    ((ended, end),) = played(fate, trace)
-    assert ended == woken + (SECONDS_TO_BE_ENDED if waits else PERIOD)
+    sent: Trace = [(slept, heard(2, Beat("step 3")))] * signs
+    ((ended, end),) = played(fate_of(), sent, looks(slept, slept + 5, states={1: "gone"}))
+    assert ended == slept + (SECONDS_TO_BE_ENDED if waits else PERIOD)
     assert end == died(1, "starting")
 
 
