@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import SkipTest
 
+from testbed.jobs import patience
+
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -64,7 +66,7 @@ def _make(name: str) -> MemoryCgroup:
 
 
 def _remove(cgroups: Mapping[str, MemoryCgroup]) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + patience(10.0)
     for cgroup in cgroups.values():
         while (cgroup.path / "cgroup.procs").read_text() and time.monotonic() < end:
             time.sleep(0.05)

@@ -23,6 +23,7 @@ from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import NO_HTTP
 from shardmlx.server.request_queue import Delta, FinishReason, GenerationRequest, RequestQueue
+from testbed.jobs import patience
 
 VOCABULARY = 128
 MODEL = "parrot"
@@ -197,7 +198,7 @@ class Serving:
         return int(self.address.rsplit(":", 1)[1])
 
     def until(self, condition: Any) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while not condition():
             assert time.monotonic() < deadline, "it does not happen"
             time.sleep(0.002)

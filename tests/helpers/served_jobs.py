@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from testbed.jobs import Running
+from testbed.jobs import Running, patience
 
 SECONDS_TO_START = 60.0
 KEY = "tml-a-key"
@@ -24,7 +24,7 @@ class Served:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
     def _address(self) -> str:
-        end = time.monotonic() + SECONDS_TO_START
+        end = time.monotonic() + patience(SECONDS_TO_START)
         while time.monotonic() < end and self.running.process.poll() is None:
             if found := re.search(r"^Serving .* at (http://\S+)", self.running.job().stdout, re.M):
                 return found[1]

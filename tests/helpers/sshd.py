@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import SkipTest
 
 from testbed.hosts import HOME, TMP, Lab
+from testbed.jobs import patience
 
 _PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "fish": "fish", "tcsh": "tcsh"}
 
@@ -89,7 +90,7 @@ def _key(path: Path) -> None:
 
 
 def _wait_for(path: Path) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + patience(10.0)
     while not path.exists() or not path.read_text().strip():
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.02)

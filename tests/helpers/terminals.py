@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed.jobs import Running
+from testbed.jobs import Running, patience
 
 SECONDS = 60.0
 """Time for what must come."""
@@ -67,7 +67,7 @@ class Terminal:
     def becomes_as_before(self) -> bool:
         """Tell whether it gets these settings within ten seconds: what puts them back after a kill
         is a process of its own."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + patience(10)
         while not self.is_as_before() and time.monotonic() < end:
             time.sleep(0.05)
         return self.is_as_before()

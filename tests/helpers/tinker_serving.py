@@ -26,6 +26,7 @@ from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import NO_HTTP
 from shardmlx.server.request_queue import RequestQueue
 from shardmlx.server.tinker.app import tinker_routes
+from testbed.jobs import patience
 from tests.helpers.http_serving import Letters
 from tests.helpers.loops import rows_of
 from tests.helpers.one_process_service import OneProcessService
@@ -66,7 +67,7 @@ class TinkerServing:
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for something to be so."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience(30)
         while not is_so():
             assert time.monotonic() < deadline, "it does not happen"
             time.sleep(0.005)

@@ -144,7 +144,7 @@ def test_where_launch_sees_no_checkpoint_a_run_that_must_not_resume_goes_on_from
         with Running(command) as running:
             running.until((home / "checkpoints" / "step-0000004" / "COMMITTED").exists)
             running.kill_rank(1, signal.SIGKILL)
-            assert running.wait(120) == 0, running.job().output
+            assert running.wait(patience(120)) == 0, running.job().output
             job = running.job()
         starts = [line for line in job.stdout.splitlines() if line.startswith("$ ")]
         assert ["--resume auto" in line for line in starts] == [False, True]

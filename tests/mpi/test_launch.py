@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testbed.jobs import PYTHONPATH, Running
+from testbed.jobs import PYTHONPATH, Running, patience
 from testbed.runs import events
 from tests.helpers.loaded_runs import train_alone
 from tests.helpers.models_and_batches import load_weights
@@ -139,7 +139,7 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     number may be another one's on other machines."""
     (lab.path / "sitecustomize.py").write_text(OTHER_SYSTEM)
     with lab.launch("-n", "2", training=("--iters", "100000")) as running:
-        end = time.monotonic() + 100
+        end = time.monotonic() + patience(100)
         while not list(lab.checkpoints.glob("step-*/COMMITTED")):
             assert running.process.poll() is None
             assert time.monotonic() < end

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardmlx.config.train import REPORTERS
-from testbed.jobs import Running
+from testbed.jobs import Running, patience
 
 READER = Path(__file__).parent / "programs/read_services.py"
 
@@ -41,7 +41,7 @@ def test_all_services_have_the_numbers_of_the_metrics_file_by_one_set_of_names(
         "TRACKIO_DIR": str(out / "trackio"),
     }
     with Running.ranks(1, *words, env=env) as running:
-        assert running.wait(120.0) == 0, running.job().output
+        assert running.wait(patience(120.0)) == 0, running.job().output
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     command = [sys.executable, str(READER), str(out)]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=True)

@@ -29,6 +29,7 @@ from shardmlx.hosts.output_relay import SaidByRank0
 from shardmlx.hosts.restarts import SECONDS_BETWEEN_LOOKS, GaveUp, Start
 from shardmlx.hosts.supervisor import Supervisor
 from shardmlx.planning.facts.hostfile import read_hostfile
+from testbed.jobs import patience
 
 ROOT = Path(__file__).parents[3]
 
@@ -736,7 +737,7 @@ def test_a_signal_between_two_starts_ends_launch() -> None:
 
 
 def _wait_for(path: Path, lines: int = 0) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + patience(30)
     while not path.exists() or path.read_text().count("\n") < lines:
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.02)
@@ -762,7 +763,7 @@ def test_a_conversation_has_the_terminal_and_ctrl_c_reaches_mpirun_by_it(lab: La
 
 def read_until(terminal: int, words: bytes) -> bytes:
     shown = b""
-    end = time.monotonic() + 30
+    end = time.monotonic() + patience(30)
     while words not in shown:
         assert time.monotonic() < end, shown
         shown += os.read(terminal, 1 << 12)
