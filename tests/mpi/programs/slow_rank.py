@@ -1,5 +1,6 @@
 """``slow_rank.py CALLS ARGUMENTS``: ``shardmlx.train`` whose rank 1 takes three times as long, and
-50 ms more, for each forward after that many. It leaves the process as it was."""
+50 ms more (on a busy machine longer), for each forward after that many. It leaves the process as it
+was."""
 
 import shardmlx.common.prepared
 
@@ -10,6 +11,7 @@ from typing import Any
 from shardmlx.common.environment import launched_rank
 from shardmlx.engine.stage import Stage
 from shardmlx.main import main
+from testbed.jobs import patience
 
 usual, forward = int(sys.argv[1]), Stage.forward
 calls = 0
@@ -21,7 +23,7 @@ def slow(self: Stage, *args: Any, **kwargs: Any) -> Any:
     start = time.monotonic()
     out = forward(self, *args, **kwargs)
     if calls > usual:
-        time.sleep(0.05 + 2 * (time.monotonic() - start))
+        time.sleep(patience(0.05) + 2 * (time.monotonic() - start))
     return out
 
 
