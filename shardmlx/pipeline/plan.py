@@ -106,13 +106,15 @@ class Plan:
 
     @property
     def shortest_alike(self) -> Plan:
-        """The plan of a step of as few micro-batches, of as few rows and layers, as take a rank
-        through all that it holds at a time in this step: one for all plans with these actions."""
+        """The plan of a step of as few micro-batches, of as few rows and layers, as take a rank of
+        one replica through all that it holds at a time in this step: one for all plans with these
+        actions."""
         schedule = get_schedule(self.schedule)
         count = schedule.fewest_alike(self.mesh.pp, self.runs * self.microbatches)
         stages = StageMap.from_sizes([1] * self.stage_map.num_stages, self.stage_map.placement)
         return replace(
             self,
+            mesh=Mesh(1, self.mesh.pp),
             stage_map=stages,
             rows=count * self.together,
             micro_batch_rows=self.together,

@@ -62,10 +62,14 @@ class PeaksOfStages:
     """The peaks of the stages of a plan, were each alone on its rank, for any stage's memory."""
 
     def __init__(self, plan: Plan) -> None:
+        ranks = peaks_of_ranks(plan)
         actions = plan.unproved_actions
+        placement = plan.stage_map.placement
         self._stages = [
-            PeakOfActions([action for action in actions[rank] if action.stage == stage])
-            for stage, rank in enumerate(plan.stage_map.placement)
+            ranks[rank]
+            if placement.count(rank) == 1
+            else PeakOfActions([action for action in actions[rank] if action.stage == stage])
+            for stage, rank in enumerate(placement)
         ]
         self._stacked: dict[tuple[bool, ...], tuple[NDArray[np.int64], list[int]]] = {}
 

@@ -76,13 +76,13 @@ def test_stages_below_the_first_trained_one_have_no_backward() -> None:
     assert {action.kind for action in frozen[1]} == {Kind.RECV_F, Kind.F, Kind.W}
 
 
-def test_the_shortest_step_alike_has_stages_and_rows_of_one_and_as_few_as_it_needs() -> None:
+def test_the_shortest_step_alike_has_one_of_all_and_as_few_rows_as_it_needs() -> None:
     long = Plan(
         Mesh(2, 2), TWO, "1f1b", 40, 4, (True, True),
         pack=True, replica_rows=(40, 20), widths=(8, 16), together=2, runs=2,
     )  # fmt: skip
     ones = StageMap.from_sizes([1, 1])
-    assert long.shortest_alike == Plan(Mesh(2, 2), ones, "1f1b", 16, 2, (True, True), together=2)
+    assert long.shortest_alike == Plan(Mesh(1, 2), ones, "1f1b", 16, 2, (True, True), together=2)
     short = Plan(Mesh(1, 2), ones, "1f1b", 1, 1, (True, True))
     assert short.shortest_alike == short
     assert replace(short, runs=2).shortest_alike == replace(short, rows=2)
