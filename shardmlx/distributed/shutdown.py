@@ -25,6 +25,7 @@ from shardmlx.distributed.times import (
     MOST_TURNS,
     SECONDS_FOR_LOWER_RANKS,
     SECONDS_FOR_PEERS,
+    SECONDS_FOR_RANK_0,
     SECONDS_TO_BE_HEARD,
     SECONDS_TO_COME,
     SECONDS_TO_FOLLOW,
@@ -198,8 +199,11 @@ class Deadline:
             say_line(f"warning: {said}{self._seconds:g} s (--timeout): {absent.why}")
         if self._left.wait(self._seconds - until):
             return
-        # Only mpirun can tell and end the others, so the next rank waits for that.
-        shutdown.reported.wait(SECONDS_TO_KILL * min(shutdown.rank, MOST_TURNS))
+        if shutdown.rank > 0:
+            # Only mpirun can tell and end the others, so the next rank waits for that. Rank 0 may
+            # have begun to wait later.
+            turns = min(shutdown.rank - 1, MOST_TURNS)
+            shutdown.reported.wait(SECONDS_FOR_RANK_0 + SECONDS_TO_KILL * turns)
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn

@@ -72,7 +72,8 @@ SECONDS_FOR_PEERS = 5.0
 """Seconds for the other ranks of rank 0's host to end before it."""
 
 SECONDS_FOR_RANK_0 = 5.0
-"""Seconds, more than ranks start apart, for rank 0 to say what is wrong with the options."""
+"""Seconds, more than ranks start apart, for rank 0 to say what is wrong with the options, or which
+ranks have not come."""
 
 SECONDS_TO_AGREE = 15.0
 """Seconds for mpirun to end after its ranks; it takes one, unless cores are busy."""

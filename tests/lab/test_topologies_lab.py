@@ -10,7 +10,8 @@ from testbed.hosts import TMP, Lab
 from tests.helpers.mpirun import mpirun
 from tests.helpers.topologies import CHIPS, cores_of, write_topology
 
-WHERE = "import os; print(os.uname().nodename)"
+# Open MPI 5.0.11 may hang after a job that ends at once.
+WHERE = "import os, time; print(os.uname().nodename); time.sleep(1)"
 MEET = "from mpi4py.MPI import COMM_WORLD as world; print(world.allreduce(world.rank + 1))"
 
 

@@ -132,6 +132,12 @@ def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
 
+def test_rank_0_has_time_to_say_who_has_not_come_though_it_began_to_wait_later() -> None:
+    ending = "ending = JobShutdown(1)\n"
+    done = ends_late(f"{ending}with Deadline(ending, 0.1, 'starting MPI'): time.sleep(2)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_end_of_mpi_is_bounded_when_python_starts_no_more_threads() -> None:
     done = ends_late(
         "def finish(deadline):\n"
