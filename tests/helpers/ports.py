@@ -11,7 +11,7 @@ PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """Return a port that is free at every address, and which no other test is given by chance."""
+    """Return a port that is free at every address, and stays free unless a test asks for it."""
     # Tests seed the common generator: two processes would try the same ports.
     system = random.SystemRandom()
     while True:

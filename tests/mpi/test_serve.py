@@ -201,11 +201,14 @@ def test_launch_starts_a_server_again_that_has_lost_a_rank(served: Served) -> No
         running.until(lambda: served.metric("texts_under_way") >= 4)
         os.kill(pid, signal.SIGKILL)
         errors = [answer.exception(patience(20)) for answer in answers]
-        lost = [error for error in errors if error is not None]  # others had come to their end
+        lost = [error for error in errors if error is not None]
         assert lost
         assert all(isinstance(error, (openai.APIError, httpx.HTTPError)) for error in lost)
         running.until(lambda: served.health() == (200, ""))
         assert served.ask("Hello") == said
+        # Those without an error had come to their end before: none was cut.
+        ended = {i: answers[i].result() for i, error in enumerate(errors) if error is None}
+        assert {i: served.ask(f"Count from {i}.", 400) for i in ended} == ended
         assert "restart 1 of 3 in 1 s\nlaunch: the server starts again" in running.job().stdout
         assert re.search(r"rank 1 on \S+ died", running.job().output)
 

@@ -43,16 +43,8 @@ def served(
     launch = [sys.executable, "-m", "shardmlx", "launch", "-n", str(ranks), "serve"]
     states = tmp_path_factory.mktemp("states")
     limits = ["--max-train-length", "128", "--max-lora-rank", "8", "--state-dir", str(states)]
-    options = [
-        "--model",
-        str(small),
-        "--port",
-        str(free_port()),
-        "--api-key",
-        KEY,
-        "--timeout",
-        "20",
-    ]
+    port = str(free_port())
+    options = ["--model", str(small), "--port", port, "--api-key", KEY, "--timeout", "20"]
     names = ["--served-model-name", MODEL]
     with Running([*launch, "--train", *options, *layout, *limits, *names]) as running:
         yield Served(running)

@@ -262,7 +262,7 @@ def test_rdma_is_taken_where_all_ranks_have_it() -> None:
             "stop",
             "generate",
             "decode of sequence 0",
-            "no sign of life for {seconds} s: its process",
+            "no sign of life for {seconds} s: its process is stopped",
         ),
     ],
 )

@@ -81,8 +81,8 @@ def a_host_sleeps(plan: Plan) -> Culprits:
 
 def a_host_sleeps_for_too_long(plan: Plan) -> Culprits:
     host = plan.host()
-    plan.at(0.0, plan.world.hosts[host].sleep, plan.draw.uniform(2, 4) * plan.limit)
-    plan.last = 4 * plan.limit
+    plan.last = plan.draw.uniform(2, 4) * plan.limit
+    plan.at(0.0, plan.world.hosts[host].sleep, plan.last)
     return plan.ranks_of(host)
 
 
@@ -123,7 +123,7 @@ def all_are_stopped_and_continued(plan: Plan) -> Culprits:
 
 
 def a_rank_dies_after_all_were_stopped(plan: Plan) -> Culprits:
-    """Once they have done so for longer than the alarm of their SIGCONT, in which all answered."""
+    """After the alarm of the SIGCONT that continues them, in which all answer."""
     all_are_stopped_and_continued(plan)
     rank = plan.rank()
     plan.at(plan.last + plan.draw.uniform(5, 8), plan.world.kill, rank)
