@@ -57,8 +57,10 @@ _CASE = """\
     fi
     {enter} sh -c "$*"
     status=$?
-    # As ssh, which does not notice for long that a host is gone.
-    while ! kill -0 {pid} 2>/dev/null && kill -0 $PPID; do sleep 0.2; done
+    # As ssh, which does not notice for long that a host is gone or its link is cut.
+    while [ -z "$({enter} ip -oneline link show dev eth0 up 2>/dev/null)" ] && kill -0 $PPID; do
+        sleep 0.2
+    done
     exit $status ;;
 """
 
