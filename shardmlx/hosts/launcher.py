@@ -189,7 +189,6 @@ class Launcher:
         ended = self.supervisor.run(
             words,
             said,
-            ranks_here=not elsewhere,
             rank_0_here=hosts[0] not in elsewhere,
             limit=StartLimit(seconds, self._why_no_rank_begins) if elsewhere else None,
             last_words=last_words,

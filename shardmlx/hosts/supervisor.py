@@ -76,7 +76,7 @@ class Ended:
 @dataclass(slots=True)
 class _Running:
     """An mpirun that was started. Its ``limit`` is None if all ranks start on this machine;
-    ``rank_0_here`` tells whether rank 0 does."""
+    ``rank_0_here`` tells whether rank 0 does, whose process is ``rank_0`` once that is known."""
 
     process: subprocess.Popen[bytes]
     relay: OutputRelay
@@ -84,6 +84,7 @@ class _Running:
     limit: StartLimit | None
     rank_0_here: bool
     ended: threading.Event
+    rank_0: int | None = None
     too_late: bool = False
     signalled: bool = False
 
@@ -114,14 +115,25 @@ class _Running:
                 return
 
     def end_alone(self) -> None:
-        """End mpirun once its children have all ended, and its output is read, after a while."""
+        """End mpirun once its ranks have ended, and its output is read, after a while: after a good
+        end of all its ranks, too, mpirun may wait for ever."""
         alone = 0
         while alone < SECONDS_ALONE:
             if self.ended.wait(1.0):
                 return
-            alone = 0 if _has_child(self.process.pid) or not _is_read() else alone + 1
+            alone = alone + 1 if self._ranks_have_ended() and _is_read() else 0
         say_line("launch: all ranks have ended, and mpirun has not: ending it")
         self.end()
+
+    def _ranks_have_ended(self) -> bool:
+        """Return whether no rank runs, as far as this machine can tell: rank 0 ends together with
+        the ranks of other hosts, whose logins are mpirun's children as well."""
+        if self.limit is None:
+            return not _has_child(self.process.pid)
+        self.rank_0 = self.said.rank_0 or self.rank_0
+        if self.rank_0_here and self.rank_0 is not None:
+            return process_state(self.rank_0) == "gone"
+        return self.said.status is not None
 
     def watch_start(self, limit: StartLimit) -> None:
         """Say what may keep mpirun from starting ranks, and end it at its limit."""
@@ -182,16 +194,14 @@ class Supervisor:
         command: Sequence[str],
         said: SaidByRank0,
         *,
-        ranks_here: bool = False,
         rank_0_here: bool = True,
         limit: StartLimit | None = None,
         last_words: LastWords | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Ended:
-        """Run a command, whose rank 0 tells ``said`` its words. An mpirun all of whose ranks were
-        its children, ``ranks_here``, is ended once they are gone; one of other hosts, if it has no
-        rank at its ``limit``. The ``last_words`` are kept of its stderr, and ``variables`` are set
-        in its environment."""
+        """Run a command, whose rank 0 tells ``said`` its words. An mpirun is ended once its ranks
+        are gone; one of other hosts, also if it has no rank at its ``limit``. The ``last_words``
+        are kept of its stderr, and ``variables`` are set in its environment."""
         self._is_starting = True
         ended = threading.Event()
         # In a session of its own, mostly: a terminal sends Ctrl-C to all processes of a group, but
@@ -215,8 +225,7 @@ class Supervisor:
                 self._signal_next(running)
             if self._pauses_once_started:
                 self._pause(signal.SIGTSTP, None)
-            if ranks_here:
-                threading.Thread(target=running.end_alone, daemon=True).start()
+            threading.Thread(target=running.end_alone, daemon=True).start()
             if limit is not None:
                 threading.Thread(target=running.watch_start, args=(limit,), daemon=True).start()
             threading.Thread(target=running.wait, daemon=True).start()

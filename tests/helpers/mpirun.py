@@ -12,6 +12,10 @@ from testbed.jobs import Job, Running, patience
 from tests.helpers.programs import PROGRAMS
 from tests.helpers.rank_pool import run_in_pool
 
+SECONDS_OF_A_JOB = 240.0
+"""Time after which a job hangs on any machine: pytest ends a test a little later, and does not know
+where the ranks are."""
+
 
 def mpirun(
     n: int,
@@ -32,7 +36,8 @@ def mpirun(
     with start as running:
         meanwhile(running.process.pid)
         ended = running.wait(timeout) is not None
-        if not ended and running.wait(max(0.0, patience(timeout) - timeout)) is None:
+        longest = min(patience(timeout), SECONDS_OF_A_JOB)
+        if not ended and running.wait(max(0.0, longest - timeout)) is None:
             job = running.where_it_hangs()
             pytest.fail(f"mpirun -n {n} {args} hung for {timeout:g} s\n{job.output}")
         orphans = running.left_behind()
