@@ -16,6 +16,7 @@ from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading, takes_lon
 from shardmlx.distributed.messages import Handle, TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
+from testbed.jobs import patience
 from tests.helpers.local_transport import LocalNetwork
 
 RANKS = 3
@@ -441,27 +442,28 @@ def test_where_commands_follow_soon_no_rank_waits_long_for_one_that_does_nothing
     class Late(Worker):
         def wait(self, event: Any) -> int:
             if self._rank == late == 1:
-                over.wait(1)
+                over.wait(patience(1.0))
             return self._rank
 
     def work(crew: Crew[Late]) -> None:
         with crew.promptly():
             crew.all(Late.wait, None)
-            over.wait(1)
+            over.wait(patience(1.0))
 
+    network = LocalNetwork(2, timeout=patience(0.3))
     with pytest.raises(TransportTimeout) as ended:
-        LocalNetwork(2, timeout=0.3).run(lambda transport: lead(transport, Late(transport), work))
+        network.run(lambda transport: lead(transport, Late(transport), work))
     over.set()
     waited = ("next command", "answer to wait")[late]
     assert waited in str(ended.value)
 
 
 class Deaf(Following):
-    """A worker of which every rank but 0 takes a second to answer."""
+    """A worker of which every rank but 0 takes a second or longer to answer."""
 
     def sleep(self) -> int:
         if self._rank:
-            threading.Event().wait(1.0)
+            threading.Event().wait(patience(1.0))
         return self._rank
 
     def follow(self) -> None:
@@ -478,7 +480,7 @@ def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_o
         def rank(transport: Transport) -> Any:
             return lead(transport, Deaf(transport), lambda crew: crew.all(method))
 
-        return LocalNetwork(2, timeout=0.3).run(rank)[0]
+        return LocalNetwork(2, timeout=patience(0.3)).run(rank)[0]
 
     def lead_others(crew: Crew[Deaf]) -> str:
         with crew.others(Deaf.follow):
@@ -486,7 +488,7 @@ def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_o
         return "has led"
 
     assert answers(Deaf.load) == [0, 1]
-    network = LocalNetwork(2, timeout=0.3)
+    network = LocalNetwork(2, timeout=patience(0.3))
     assert network.run(lambda each: lead(each, Deaf(each), lead_others))[0] == "has led"
     with pytest.raises(TransportTimeout, match="answer to sleep, waiting for rank 1"):
         answers(Deaf.sleep)
@@ -496,16 +498,16 @@ def test_rank_0_may_think_for_longer_than_a_message_takes() -> None:
     """Before the first command, between two, and after a block of prompt ones."""
 
     def work(crew: Crew[Worker]) -> list[Any]:
-        threading.Event().wait(0.4)
+        threading.Event().wait(patience(0.4))
         crew.all(Worker.tell, "first")
-        threading.Event().wait(0.4)
+        threading.Event().wait(patience(0.4))
         with crew.promptly():
             crew.all(Worker.tell, "soon")
         crew.all(Worker.tell, "later")
-        threading.Event().wait(0.4)
+        threading.Event().wait(patience(0.4))
         return crew.all(Worker.tell, "at last")
 
-    (answers, _), *_ = on_ranks(work, timeout=0.2)
+    (answers, _), *_ = on_ranks(work, timeout=patience(0.2))
     assert [word for _, word in answers] == ["at last"] * RANKS
 
 

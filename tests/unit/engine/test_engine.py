@@ -22,6 +22,7 @@ from shardmlx.pipeline.actions import COMPUTE, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
+from testbed.jobs import patience
 from tests.helpers.engines import (
     Expected,
     check_outcome,
@@ -285,13 +286,13 @@ def test_a_wait_that_times_out_names_action_and_peer() -> None:
         if transport.rank == 1:
             train_on(engine, random_batch(2))
 
+    network = LocalNetwork(2, timeout=patience(0.2))
     what = (
-        r"^rank 1 on localhost, stage 1, waiting for the hidden states of micro-batch 0 from "
-        r"rank 0 on localhost \(1RECV_F0\): "
-        r"nothing came for 0\.2 s \(see --timeout\)$"
+        "rank 1 on localhost, stage 1, waiting for the hidden states of micro-batch 0 from "
+        f"rank 0 on localhost (1RECV_F0): nothing came for {network.timeout:g} s (see --timeout)"
     )
-    with pytest.raises(TransportTimeout, match=what):
-        LocalNetwork(2, timeout=0.2).run(work)
+    with pytest.raises(TransportTimeout, match=f"^{re.escape(what)}$"):
+        network.run(work)
 
 
 def test_the_events_of_a_step_tell_where_its_time_went() -> None:
