@@ -21,7 +21,8 @@ MPIRUN = ranks_command(1, "-m", "shardmlx.chat")
 
 
 def options(model: Path) -> list[str]:
-    return ["--model", str(model), "--max-tokens", str(MOST), "--timeout", "20"]
+    sizes = ["--max-tokens", str(MOST), "--cache-tokens", str(4 * MOST)]  # several whole answers
+    return ["--model", str(model), *sizes, "--timeout", "20"]
 
 
 @pytest.mark.parametrize("start", [LAUNCH, MPIRUN], ids=["launch", "mpirun"])
