@@ -42,9 +42,9 @@ MEMORY_REPEATS = 12
 """Number of measurements of bytes, whose maximum counts: MLX schedules less far ahead at times."""
 
 MOST_BEGUN = 4
-"""Arrays that are under way, at most, as a measurement of bytes begins. MLX waits for older work
-once it has so many tasks, so that their number decides when it makes, and frees, the next arrays:
-the bytes of one layer differ by a fifth."""
+"""Arrays that are under way, at most, as a measurement of bytes begins. Their number decides in
+which order MLX makes and frees the arrays of a layer, whose bytes differ by a fifth: measurements
+with one number all see the same order, and a run may have another."""
 
 WARM_UPS = 2
 """Runs before the measurements: the first allocate memory and compile kernels."""
