@@ -15,7 +15,7 @@ from shardmlx.server.tinker.checkpoint_routes import CheckpointRoutes
 from shardmlx.server.tinker.desk import Desk
 from shardmlx.server.tinker.sampling_routes import SamplingRoutes
 from shardmlx.server.tinker.session_routes import SessionRoutes
-from shardmlx.server.tinker.sessions import Registry
+from shardmlx.server.tinker.sessions import SECONDS_OF_SILENCE, Registry
 from shardmlx.server.tinker.training_routes import TrainingRoutes
 
 
@@ -28,12 +28,14 @@ def tinker_routes(
     reporter: Reporter,
     tokenizer: str | None = None,
     earlier_end: str = "",
+    seconds_of_silence: float = SECONDS_OF_SILENCE,
 ) -> list[BaseRoute]:
     """Return the routes of Tinker's API over a ``service`` for the model of these names.
 
     A prompt and its answer have ``most_tokens`` together at most, a body ``max_body_bytes``, packed
     or not. ``tokenizer`` is where clients find it; None for the model's name. ``earlier_end`` tells
-    how the start before this one ended, of which clients may ask still.
+    how the start before this one ended, of which clients may ask still. The session of a
+    client ends after ``seconds_of_silence``.
     """
     desk = Desk(
         service,
@@ -42,7 +44,7 @@ def tinker_routes(
         BodyReader(max_body_bytes),
         reporter,
         tokenizer,
-        Registry(earlier_end),
+        Registry(earlier_end, seconds_of_silence),
     )
     return [
         *SessionRoutes(desk).routes,

@@ -123,9 +123,12 @@ class Registry:
     """The sessions, models, samplers and snapshots that there are. Everything is called on the
     event loop's thread."""
 
-    def __init__(self, earlier_end: str = "") -> None:
+    def __init__(
+        self, earlier_end: str = "", seconds_of_silence: float = SECONDS_OF_SILENCE
+    ) -> None:
         """Begin with nothing; ``earlier_end`` tells how the start before this one ended, if that is
-        known."""
+        known. A session ends after ``seconds_of_silence``."""
+        self._seconds_of_silence = seconds_of_silence
         self._start = secrets.token_hex(4)
         after = f" after {earlier_end}" if earlier_end else ""
         self.started_anew = f"the server was started anew{after}"
@@ -183,7 +186,7 @@ class Registry:
     def silent(self, seconds: float | None = None) -> list[Session]:
         """Return the sessions whose clients were not heard for so many seconds, by default for as
         long as ends a session."""
-        long_ago = time.monotonic() - (SECONDS_OF_SILENCE if seconds is None else seconds)
+        long_ago = time.monotonic() - (self._seconds_of_silence if seconds is None else seconds)
         return [each for each in self.sessions.values() if each.heard < long_ago]
 
     def most_silent(self, spared: str) -> Session | None:

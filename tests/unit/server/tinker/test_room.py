@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.server.tinker import desk, sessions
+from shardmlx.server.tinker import desk
 from tests.helpers.one_process_service import MOST_SNAPSHOTS
 from tests.helpers.tinker_serving import MODEL, serving_tinker
 
@@ -32,8 +32,8 @@ def test_a_client_that_is_silent_for_long_loses_its_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "SECONDS_BETWEEN_LOOKS", SILENCE / 4)
-    monkeypatch.setattr(sessions, "SECONDS_OF_SILENCE", SILENCE)
-    with serving_tinker(tmp_path) as served:
+    # Of this server alone: the one of all these tests would end its own client's session.
+    with serving_tinker(tmp_path, seconds_of_silence=SILENCE) as served:
         lost = served.new_model()
         served.until(lambda: served.post("get_info", {"model_id": lost}).status_code == 404)
         assert served.new_model() != lost
