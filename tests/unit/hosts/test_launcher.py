@@ -725,7 +725,11 @@ def test_an_mpirun_whose_ranks_are_gone_is_ended(
     assert Supervisor().run(["sh", "-c", job], said).status == status
 
 
-RANK_0 = """sh -c 'printf begun$$ > "$OMPI_SHARDMLX_LAUNCHED"; sleep 1.5' & wait"""
+RANK_0 = """sh -c '
+    printf begun$$ > "$OMPI_SHARDMLX_LAUNCHED"
+    sleep 2.5
+    : > "$OMPI_SHARDMLX_LAUNCHED.over"
+' & wait"""
 
 
 @pytest.mark.parametrize(
@@ -733,20 +737,25 @@ RANK_0 = """sh -c 'printf begun$$ > "$OMPI_SHARDMLX_LAUNCHED"; sleep 1.5' & wait
     [
         (f"{RANK_0}; sleep 60 & exec sleep 60", True),
         (f'{RANK_0}; printf 0 > "$OMPI_SHARDMLX_LAUNCHED"; sleep 60 & exec sleep 60', True),
-        ('printf 0 > "$OMPI_SHARDMLX_LAUNCHED"; sleep 60 & exec sleep 60', False),
+        (
+            'printf 0 > "$OMPI_SHARDMLX_LAUNCHED"; : > "$OMPI_SHARDMLX_LAUNCHED.over"; '
+            "sleep 60 & exec sleep 60",
+            False,
+        ),
     ],
     ids=["rank 0 is gone", "rank 0 has told the status", "it has, on another host"],
 )
 def test_an_mpirun_of_several_hosts_whose_rank_0_is_gone_is_ended(
     job: str, rank_0_here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logins on the others are its children, and live."""
+    """Its logins on the others are its children, and live. While rank 0 lives, mpirun does."""
     monkeypatch.setattr(supervisor, "SECONDS_ALONE", 1.0)
     said = SaidByRank0(tmp_path / "status")
     limit = StartLimit(60.0, lambda seconds: [])
     ended = Supervisor().run(["sh", "-c", job], said, rank_0_here=rank_0_here, limit=limit)
     assert ended.status == 128 + signal.SIGTERM
     assert not ended.too_late
+    assert (tmp_path / "status.over").exists()
 
 
 def test_the_status_that_rank_0_leaves_is_the_job_s(lab: Lab) -> None:

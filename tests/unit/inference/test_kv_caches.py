@@ -76,7 +76,7 @@ def test_sequences_that_end_move_layer_by_layer(
     caches.drop(dropped)
     assert mx.get_peak_memory() <= before + 4.25 * LAYER_BYTES
     # Threads of earlier tests may have more or less meanwhile.
-    assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= LAYER_BYTES / 4
+    assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= 2 * 16384
     for sequence in kept:
         (row,) = {float(layer.keys.max()) for layer in caches.of(Prefill(sequence, 1))}
         assert row == sequence
@@ -93,8 +93,7 @@ def test_a_state_that_leaves_its_group_holds_none_of_the_others() -> None:
     before = mx.get_active_memory()
     caches.keep(keeping(3))
     caches.drop((0, 1, 2, 4, 5, 6, 7))
-    state = 4 * 64 * 256 * 4
-    assert before - mx.get_active_memory() == pytest.approx(7 * state, abs=state / 4)
+    assert before - mx.get_active_memory() == 7 * 4 * 64 * 256 * 4
     ((kept,),) = caches._alone.values()
     assert mx.all(kept[0] == 3)
 
