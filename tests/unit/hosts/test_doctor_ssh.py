@@ -108,6 +108,21 @@ def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
     assert connection.startswith("b: cannot connect to a (refused): let Python through")
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("no route to host", "bring both into one network"),  # says Linux
+        ("host is down", "bring both into one network"),  # says macOS
+        ("no answer within 6 s", "let Python through the firewall of a"),
+    ],
+)
+def test_another_network_and_a_firewall_have_remedies_of_their_own(error: str, remedy: str) -> None:
+    other = asked("b")
+    other.errors = {"a": error}
+    (connection,) = (str(each) for each in find([asked("a"), other], REMOTE))
+    assert connection.startswith(f"b: cannot connect to a ({error}): {remedy}")
+
+
 def test_where_one_host_finds_another() -> None:
     here = ProbedHost("here", "here", is_local=True)
     known = asked("known")
