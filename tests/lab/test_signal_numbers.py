@@ -137,7 +137,8 @@ def test_kills_stops_and_sleep_between_numbers_of_two_systems(
         job = runs.run(fall_asleep, timeout=20)
         line = job.failure(1)
         assert "rank 1 on mac2" in line
-        assert runs.made - runs.saved < EVERY
+        # All steps since a checkpoint, if the link was cut while the next one was written.
+        assert runs.made - runs.saved <= EVERY
 
 
 def furnished(lab: Lab, model: Path, data: Path) -> Runs:
