@@ -153,7 +153,9 @@ def tell_launch(word: int | str) -> None:
         return
     path = Path(os.environ[LAUNCHED])
     with contextlib.suppress(OSError):
-        path.write_text(str(word), encoding="utf-8")
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(str(word), encoding="utf-8")
+        new.replace(path)  # launch never sees half a word, or none
         return
     with contextlib.suppress(OSError):
         print(f"{path} {word}", flush=True)

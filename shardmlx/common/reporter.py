@@ -55,7 +55,11 @@ class Reporter:
         self._listeners = () if quiet else tuple(listeners)
         live = not (quiet or name) and _shown_in_terminal()
         self._console = Console(
-            quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
+            quiet=quiet,
+            highlight=False,
+            soft_wrap=True,
+            force_terminal=live,
+            no_color=None if live else True,  # NO_COLOR then decides
         )
         self._metrics_file = None if quiet else metrics_file
         self._mode = "w"

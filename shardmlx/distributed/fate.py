@@ -188,7 +188,9 @@ class JobFate:
         if verdict is not None:
             actions.append(verdict)
             self._over = not isinstance(verdict, Fail)
-        self.pause = HURRY if alarmed or self._gone() else PERIOD
+        # A silent rank is to be named before a wait for another rank ends.
+        hurries = alarmed or self._gone() or self._silent_for(now, self.limit - PERIOD, look)
+        self.pause = HURRY if hurries else PERIOD
         return actions
 
     def _see(self, processes: Mapping[int, str | None], now: float) -> None:

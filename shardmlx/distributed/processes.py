@@ -25,8 +25,9 @@ _DAEMON = "prted"
 
 _MPIRUN = ("prterun", "mpirun", "mpiexec")
 
-SIGNALS_THAT_END = (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
-"""Signals to send in order: mpirun ends at the third SIGTERM, its daemons do not."""
+SIGNALS_THAT_END = (*(signal.SIGTERM,) * 8, signal.SIGKILL)
+"""Signals to send in order: mpirun ends at the third SIGTERM that it sees, and two that come while
+it has no core are one. Its daemons do not end at any."""
 
 SECONDS_BETWEEN_SIGNALS = 0.2
 

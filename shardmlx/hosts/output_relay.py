@@ -216,8 +216,9 @@ def _carry(source: int, target: int, said: _Filter | None, ended: Callable[[], b
     """Carry output from one file descriptor to another, until it ends, or until the process has
     ended: one that it left behind may keep the other end open."""
     while True:
+        has_ended = ended()  # before the look at its output: it may write once more, and end
         if not select.select([source], [], [], SECONDS_OF_REST)[0]:
-            if ended():
+            if has_ended:
                 break
             continue
         data = os.read(source, _BYTES)

@@ -150,8 +150,9 @@ class _Running:
                 if self.hangs and not self.ended.is_set():
                     for line in lines:
                         say_line(line)
-        self.too_late = True
-        self.end()
+        if self.hangs and not self.ended.is_set():  # a rank may have begun during the explanation
+            self.too_late = True
+            self.end()
 
 
 class Supervisor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.errors import UserError
+from tests.helpers.terminals import Terminal
 
 
 def test_what_counts_is_marked_and_data_steer_no_terminal(
@@ -46,3 +48,16 @@ def test_a_metrics_file_is_one_runs_at_a_time(tmp_path: Path) -> None:
     first.close()
     second.event("start", {"step": 7})
     assert b'"step": 7' in (tmp_path / "metrics").read_bytes()
+
+
+@pytest.mark.parametrize("given", ["", "1"])
+def test_a_terminal_has_colours_unless_no_color_is_set(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", given)
+    program = "from shardmlx.common.reporter import Reporter; Reporter().warn('x')"
+    # A shell whose output is the terminal, too, as mpirun's is.
+    with Terminal(["sh", "-c", f'"{sys.executable}" -c "{program}"; exit $?']) as terminal:
+        status, shown = terminal.end()
+    assert status == 0
+    assert shown == ("warning: x\r\n" if given else "\x1b[33mwarning: x\x1b[0m\r\n")
