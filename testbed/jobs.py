@@ -109,6 +109,7 @@ class Running:
     ) -> None:
         """``terminal`` becomes the controlling one, and takes stdin, stdout and stderr."""
         self._mark = uuid.uuid4().hex
+        self._killed: set[int] = set()
         self._files = [
             tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
             for _ in range(2)
@@ -146,8 +147,13 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
+        end = time.monotonic() + patience(SECONDS_TO_END)
         self.kill(signal.SIGKILL)
         self.process.wait()
+        # What a process had locked or listened to is free a little after it was killed.
+        while any(map(_lives, self._killed)) and time.monotonic() < end:
+            self.kill(signal.SIGKILL)  # also what one of them has just started
+            time.sleep(0.01)
         for file in self._files:
             file.close()
         self._temporary.cleanup()
@@ -177,6 +183,8 @@ class Running:
             if pid != spare:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
+                    if number == signal.SIGKILL:
+                        self._killed.add(pid)
 
     def kill_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank that is there. Linux only."""
@@ -230,6 +238,18 @@ def _environment(mark: str) -> dict[str, str]:
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
         environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
+
+
+def _lives(pid: int) -> bool:
+    """Tell whether a process has not ended, or still holds what it had opened."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except OSError:  # without /proc, as on a Mac, it may be one that only waits for its parent
+        return False
+    return state not in "ZX"
 
 
 def _marked(mark: str) -> list[int]:

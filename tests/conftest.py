@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
+import httpx
 import pytest
 
 from shardmlx.common.environment import prepare
@@ -51,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["SHARDMLX_TEST_DEVICE"] = device
         mx.set_default_device(getattr(mx, device))
 
+
+# On a busy machine a server of this process may answer after more than httpx's five seconds.
+for _what in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
 
 # A shell starts what it runs in the background without Ctrl-C and Ctrl-\; jobs of tests would
 # inherit that.

@@ -74,9 +74,9 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         seed = tmp_path / "seed"
         np.zeros(TENSOR.shape, np.float32).tofile(seed)
         rounds.seed("ann", 0, seed)
-        come("ben")
         for step, loss in ((2, 2.5), (4, 2.25)):
             rounds.progress("ann", Progress(step=step, tokens=600 * step, loss=loss))
+        come("ben")  # last, so that the page shows all the rest once it shows this
         # The page asks by itself, every three seconds.
         found = shown("trains", "trains", "not joined")
         assert found["ann"] == ["4", "2,400", "2.2500", "–", "0", "0"]

@@ -149,12 +149,12 @@ class Parrot:
         if not self.goes_on.is_set():
             time.sleep(0.002)
             return []
-        if self.steps is not None:
-            self.steps -= 1
-            if self.steps == 0:
-                self.goes_on.clear()
         under_way = list(self.texts)[: self.at_once]
         deltas = [(number, self._next(self.texts[number])) for number in under_way]
+        if self.steps is not None:  # at 0, it has made them, and stands still
+            if self.steps == 1:
+                self.goes_on.clear()
+            self.steps -= 1
         for number, delta in deltas:
             if delta.finish_reason is not None:
                 del self.texts[number]

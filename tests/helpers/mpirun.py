@@ -25,19 +25,20 @@ def mpirun(
     cwd: Path | None = None,
     meanwhile: Callable[[int], None] = lambda pid: None,
     command: Sequence[str | Path] = (),
+    longest: float = SECONDS_OF_A_JOB,
 ) -> Job:
     """Run ``python ARGS`` on ``n`` ranks of this machine.
 
     ``meanwhile`` is called with the process id of mpirun, once it is started. ``command`` is run
-    in its place. A job that hangs is killed, and fails the test with the place at which every
-    rank was; so does a job that leaves a rank behind.
+    in its place. A job that hangs, for ``longest`` on a busy machine, is killed, and fails the test
+    with the place at which every rank was; so does a job that leaves a rank behind.
     """
     start = Running(command, env, cwd) if command else Running.ranks(n, *args, env=env, cwd=cwd)
     with start as running:
         meanwhile(running.process.pid)
         ended = running.wait(timeout) is not None
-        longest = min(patience(timeout), SECONDS_OF_A_JOB)
-        if not ended and running.wait(max(0.0, longest - timeout)) is None:
+        more = min(patience(timeout), longest) - timeout
+        if not ended and running.wait(max(0.0, more)) is None:
             job = running.where_it_hangs()
             pytest.fail(f"mpirun -n {n} {args} hung for {timeout:g} s\n{job.output}")
         orphans = running.left_behind()

@@ -75,7 +75,7 @@ class RankPool:
     def close(self) -> None:
         self.ask_to_end()
         with self._running:
-            self._running.wait(60.0)
+            self._running.wait(patience(60.0))
             orphans = self._running.left_behind()
         self._directory.cleanup()
         assert not orphans, f"ranks stayed behind: {orphans}"

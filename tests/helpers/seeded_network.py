@@ -35,7 +35,7 @@ SLOW = 0.03
 SECONDS_TO_SETTLE = 30.0
 """Limit of the time in which a thread comes to its next call of the transport, or ends."""
 
-SECONDS_OF_SILENCE = 1.0
+SECONDS_OF_SILENCE = 5.0
 """Time after which nobody can go on: until then a thread outside may notice another's failure."""
 
 Key = tuple[int, int, int]

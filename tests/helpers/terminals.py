@@ -43,7 +43,7 @@ class Terminal:
 
     def until(self, pattern: str) -> str:
         """Wait until it shows what matches, after what was waited for before; return the match."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + patience(SECONDS)
         while not (found := re.compile(pattern).search(self._shown, self._seen)):
             if time.monotonic() > end:
                 raise AssertionError(f"{pattern!r} does not come\n{self._shown}")
@@ -53,7 +53,7 @@ class Terminal:
 
     def end(self) -> tuple[int | None, str]:
         """Wait for the program's end; return its status, and all that it has shown."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + patience(SECONDS)
         while self.running.process.poll() is None and time.monotonic() < end:
             self._read(0.05)
         while self._read(0.0):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardmlx.planning.facts.hostfile import read_hostfile
 from testbed.hosts import Lab, hosts
-from testbed.jobs import Job
+from testbed.jobs import Job, patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.shown import lacking
 
@@ -33,13 +33,14 @@ def with_ssh(lab: Lab) -> Job:
 
 
 def test_a_link_has_the_bandwidth_that_it_was_given(tmp_path: Path) -> None:
+    seconds = f"{patience(0.5):g}"
     with hosts(tmp_path, 2, rate="100mbit") as lab:
         home = lab.home("mac1")
         job = mpirun(
             2,
             command=lab.mpirun(
                 2,
-                *("-m", "shardmlx.doctor", "--hostfile", lab.hostfile, "--seconds", "0.5"),
+                *("-m", "shardmlx.doctor", "--hostfile", lab.hostfile, "--seconds", seconds),
                 *("--json", "found.json", "--write-hostfile", "written"),
             ),
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from shardmlx.hosts.doctor_find import SECONDS_TO_HEAR
 from shardmlx.planning.facts.hostfile import read_hostfile
 from testbed.hosts import Lab
 from testbed.jobs import Job, patience
@@ -19,6 +20,14 @@ from tests.helpers.mpirun import mpirun
 
 NAMES = "127.0.0.1 localhost\n10.77.0.1 mac1 mac1.local\n10.77.0.2 mac2 mac2.local\n"
 """As Macs resolve them, by the same announcements."""
+
+DOCTOR = """\
+import sys
+from shardmlx.hosts import doctor_find
+from shardmlx.main import main
+doctor_find.SECONDS_TO_HEAR = {seconds}
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
 
 LONGEST = 15.0
 """Seconds to find, ask and connect, on a busy machine."""
@@ -40,7 +49,8 @@ def announcing(lab: Lab, *hosts: str) -> Iterator[None]:
 
 
 def find(lab: Lab, host: str, *options: str) -> Job:
-    doctor = (sys.executable, "-m", "shardmlx.doctor", "--find", "--ssh-command", lab.agent)
+    program = DOCTOR.format(seconds=patience(SECONDS_TO_HEAR))
+    doctor = (sys.executable, "-c", program, "--find", "--ssh-command", lab.agent)
     return mpirun(2, command=lab.command(host, *doctor, *options))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from testbed.hosts import TMP, Lab, hosts
+from testbed.jobs import patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import give_shell, logins, require
 
@@ -14,7 +15,7 @@ DOCTOR = """\
 import sys
 from shardmlx.hosts import login_faults
 from shardmlx.main import main
-login_faults.SECONDS_TO_ANSWER = 8.0  # the hosts share two cores
+login_faults.SECONDS_TO_ANSWER = login_faults.SECONDS_FOR_TRIALS = {seconds}
 sys.exit(main(["doctor", "--ssh", "--hostfile", "hosts"]))
 """
 
@@ -51,7 +52,8 @@ def test_the_check_names_what_keeps_mpirun_from_a_host(tmp_path: Path) -> None:
         lines = [f"{host} slots=1\n" for host in lab.hosts[:-1]]
         lines.append("mac10 port=2222 slots=1\n")
         (lab.home("mac1") / "hosts").write_text("".join(lines))
-        job = mpirun(1, command=lab.command("mac1", sys.executable, "-c", DOCTOR)).well()
+        program = DOCTOR.format(seconds=patience(8.0))  # the hosts share two cores
+        job = mpirun(1, command=lab.command("mac1", sys.executable, "-c", program)).well()
     for host, problem in EXPECTED.items():
         assert f"warning: {host}: {problem}" in job.stdout or (
             host == "mac8" and "warning: mac8: no login (root@mac8: Permission denied" in job.stdout

@@ -4,6 +4,7 @@ paths: a kill, Ctrl-C and sleep leave what they leave on equal hosts. SIGTERM do
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -12,8 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from testbed.hosts import TMP, Lab, hosts
-from testbed.jobs import Job
+from testbed.jobs import Job, patience
 from testbed.runs import events
 from tests.helpers.lab import move_python, needs_own_python, start_pythons_with, write_hosts
 from tests.helpers.mpirun import mpirun
@@ -94,7 +97,7 @@ class Runs:
 
 def came(event: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Wait for an event; tell whether it came."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not event():
         if time.monotonic() > end:
             return False
@@ -102,6 +105,7 @@ def came(event: Callable[[], bool], seconds: float = 60.0) -> bool:
     return True
 
 
+@pytest.mark.timeout(1000)  # three starts of a job
 def test_kills_stops_and_sleep_between_numbers_of_two_systems(
     small: Path, pirate: Path, tmp_path: Path
 ) -> None:
@@ -134,7 +138,7 @@ def test_kills_stops_and_sleep_between_numbers_of_two_systems(
             if runs.saves_again():
                 lab.cut("mac2")
 
-        job = runs.run(fall_asleep, timeout=20)
+        job = runs.run(fall_asleep, timeout=math.ceil(patience(20)))
         line = job.failure(1)
         assert "rank 1 on mac2" in line
         # All steps since a checkpoint, if the link was cut while the next one was written.

@@ -7,12 +7,14 @@ from itertools import pairwise
 import pytest
 
 from testbed.hosts import TMP, Lab
+from testbed.jobs import patience
 from tests.helpers.mpirun import mpirun
 from tests.helpers.topologies import CHIPS, cores_of, write_topology
 
 # Open MPI 5.0.11 may hang after a job that ends at once.
-WHERE = "import os, time; print(os.uname().nodename); time.sleep(1)"
-MEET = "from mpi4py.MPI import COMM_WORLD as world; print(world.allreduce(world.rank + 1))"
+REST = f"import time; time.sleep({patience(1)})"
+WHERE = f"import os; print(os.uname().nodename); {REST}"
+MEET = f"from mpi4py.MPI import COMM_WORLD as world; print(world.allreduce(world.rank + 1)); {REST}"
 
 
 @pytest.mark.parametrize("chips", [*pairwise(CHIPS)], ids=" and ".join)

@@ -18,7 +18,7 @@ from tests.helpers.loaded_runs import train_alone
 from tests.helpers.mpirun import mpirun
 from tests.helpers.programs import PROGRAMS
 
-STEPS, SAVED_EVERY = 12, 4
+STEPS, SAVED_EVERY = 24, 4  # so many that none has ended when a test harms it
 TRAIN = (
     *("--model", "model", "--data", "data", "--num-layers", "-1", "--iters", str(STEPS)),
     *("--batch-size", "4", "--micro-batch-size", "1", "--learning-rate", "1e-3"),
@@ -155,6 +155,7 @@ def test_where_launch_sees_no_checkpoint_a_run_that_must_not_resume_goes_on_from
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < end:
+    end = time.monotonic() + patience(seconds)
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} does not come"
         time.sleep(0.005)

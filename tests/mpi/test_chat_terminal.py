@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from testbed.jobs import AFTER_A_KILL, ranks_command
 from tests.helpers.terminals import Terminal
 
-MOST = 256
+MOST = 2048
 """Tokens, which take seconds."""
 ANSWER = r"\?2004l[^\x1b]"
 """The first character of an answer: pasting has just been turned off."""
@@ -20,21 +22,28 @@ LAUNCH = [sys.executable, "-m", "shardmlx", "launch", "-n", "2", "chat"]
 MPIRUN = ranks_command(1, "-m", "shardmlx.chat")
 
 
-def options(model: Path) -> list[str]:
-    sizes = ["--max-tokens", str(MOST), "--cache-tokens", str(4 * MOST)]  # several whole answers
+@pytest.fixture
+def options(small: Path, tmp_path: Path) -> list[str]:
+    """Those of a model that may hold several whole answers: what was cut counts for more, since
+    each piece of a character becomes tokens of its own."""
+    model = tmp_path / "model"
+    shutil.copytree(small, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8 * MOST}))
+    sizes = ["--max-tokens", str(MOST), "--cache-tokens", str(8 * MOST)]
     return ["--model", str(model), *sizes, "--timeout", "20"]
 
 
 @pytest.mark.parametrize("start", [LAUNCH, MPIRUN], ids=["launch", "mpirun"])
 def test_a_conversation_at_a_terminal(
-    start: list[str], small: Path, monkeypatch: pytest.MonkeyPatch
+    start: list[str], options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys edit a line, and the arrows bring it back; an answer shows while it grows. Ctrl-C stops
     the answer alone, and Ctrl-D leaves. The terminal is put back whatever ends the job. It has
     colours unless ``NO_COLOR`` is set, as in the second case."""
     if start == MPIRUN:
         monkeypatch.setenv("NO_COLOR", "1")
-    with Terminal([*start, *options(small)]) as terminal:
+    with Terminal([*start, *options]) as terminal:
         terminal.until(r">>")
         terminal.type("Hellx\x7fo")
         terminal.until("o")

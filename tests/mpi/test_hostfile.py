@@ -55,7 +55,7 @@ def test_a_job_starts_with_a_hostfile_for_the_planner(tmp_path: Path) -> None:
         "# one machine, “here”\n\n"
         "localhost slots=2  # memory=64GiB flops=27T link=40Gbps latency=30us, in the office\n"
     )
-    job = mpirun(hostfile, "-n", "2", "hostname")
+    job = mpirun(hostfile, "-n", "2", "sh", "-c", "hostname; sleep 1")
     assert job.returncode == 0, job.stderr
     assert len(job.stdout.splitlines()) == len(machine_of_each_rank(read_hostfile(hostfile))) == 2
 

@@ -20,7 +20,7 @@ REMEDY = 'export HWLOC_SYNTHETIC="pack:1 core:14 pu:1"'
 def check(cores: int, env: Mapping[str, str]) -> None:
     """Start a process on each core and no more, as Open MPI reads them, and two ranks that meet."""
     for count, starts in ((cores, True), (cores + 1, False)):
-        command = [MPIRUN, "--map-by", ":NOOVERSUBSCRIBE", "-n", str(count), "true"]
+        command = [MPIRUN, "--map-by", ":NOOVERSUBSCRIBE", "-n", str(count), "sleep", "1"]
         job = mpirun(count, command=command, env=env)
         assert (job.returncode == 0) == starts, job.output
         assert starts or "not enough slots" in job.output

@@ -1,8 +1,9 @@
-"""``until_stopped.py {training,loading,summing} DIRECTORY TIMEOUT``: ranks that work until a signal
-comes, and then save for a second. They wait for each other for so many seconds.
+"""``until_stopped.py PHASE DIRECTORY TIMEOUT``: ranks that work until a signal comes, and then save
+for a second, or for a minute if PHASE is ``saving``. They wait for each other for so many seconds.
 
-While ``loading`` or ``summing`` nobody asks for signals. Every rank that is at work writes its
-process id to DIRECTORY/RANK, and every rank that saves makes DIRECTORY/RANK.saves.
+Other phases are ``training``, ``loading`` and ``summing``; in the last two nobody asks for signals.
+Every rank that is at work writes its process id to DIRECTORY/RANK, and every rank that saves makes
+DIRECTORY/RANK.saves.
 """
 
 import os
@@ -27,13 +28,13 @@ def work(options: None, transport: Transport, blas: Blas) -> None:
     sums = Sums(transport, new_buffer((1 << 20,), mx.float32))
     numbers = new_buffer((10_000_000,), mx.float32)
     transport.barrier()
-    for step in range(1, 600):
+    for step in range(1, 6000):
         transport.activity.begin(f"step {step}")
-        asked = transport.stop_requested() if phase == "training" else None
+        asked = transport.stop_requested() if phase in ("training", "saving") else None
         number = transport.broadcast(asked, what=f"step {step}")
         if number is not None:
             Path(directory, f"{transport.rank}.saves").touch()
-            time.sleep(1.0)
+            time.sleep(60.0 if phase == "saving" else 1.0)
             transport.barrier("saving")
             raise Stopped(number, f"stopped by {signal.Signals(number).name}: saved")
         if phase == "summing":

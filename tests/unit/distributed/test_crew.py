@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -442,28 +443,34 @@ def test_where_commands_follow_soon_no_rank_waits_long_for_one_that_does_nothing
     class Late(Worker):
         def wait(self, event: Any) -> int:
             if self._rank == late == 1:
-                over.wait(patience(1.0))
+                over.wait(60)
             return self._rank
+
+    class Ending(LocalNetwork):
+        def abort(self) -> None:
+            super().abort()
+            over.set()
 
     def work(crew: Crew[Late]) -> None:
         with crew.promptly():
             crew.all(Late.wait, None)
-            over.wait(patience(1.0))
+            over.wait(60)
 
-    network = LocalNetwork(2, timeout=patience(0.3))
+    network = Ending(2, timeout=patience(0.3))
     with pytest.raises(TransportTimeout) as ended:
         network.run(lambda transport: lead(transport, Late(transport), work))
-    over.set()
     waited = ("next command", "answer to wait")[late]
     assert waited in str(ended.value)
 
 
 class Deaf(Following):
-    """A worker of which every rank but 0 takes a second or longer to answer."""
+    """A worker of which every rank but 0 takes ``seconds`` to answer."""
+
+    seconds = 0.0
 
     def sleep(self) -> int:
         if self._rank:
-            threading.Event().wait(patience(1.0))
+            time.sleep(self.seconds)
         return self._rank
 
     def follow(self) -> None:
@@ -475,12 +482,17 @@ class Deaf(Following):
         return self.sleep()
 
 
-def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_or_leads() -> None:
+def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_or_leads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeout = patience(0.3)
+    monkeypatch.setattr(Deaf, "seconds", 3 * timeout)
+
     def answers(method: Callable[[Deaf], int]) -> Any:
         def rank(transport: Transport) -> Any:
             return lead(transport, Deaf(transport), lambda crew: crew.all(method))
 
-        return LocalNetwork(2, timeout=patience(0.3)).run(rank)[0]
+        return LocalNetwork(2, timeout=timeout).run(rank)[0]
 
     def lead_others(crew: Crew[Deaf]) -> str:
         with crew.others(Deaf.follow):
@@ -488,7 +500,7 @@ def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_o
         return "has led"
 
     assert answers(Deaf.load) == [0, 1]
-    network = LocalNetwork(2, timeout=patience(0.3))
+    network = LocalNetwork(2, timeout=timeout)
     assert network.run(lambda each: lead(each, Deaf(each), lead_others))[0] == "has led"
     with pytest.raises(TransportTimeout, match="answer to sleep, waiting for rank 1"):
         answers(Deaf.sleep)
@@ -496,18 +508,19 @@ def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long_o
 
 def test_rank_0_may_think_for_longer_than_a_message_takes() -> None:
     """Before the first command, between two, and after a block of prompt ones."""
+    timeout = patience(0.4)
 
     def work(crew: Crew[Worker]) -> list[Any]:
-        threading.Event().wait(patience(0.4))
+        time.sleep(1.5 * timeout)
         crew.all(Worker.tell, "first")
-        threading.Event().wait(patience(0.4))
+        time.sleep(1.5 * timeout)
         with crew.promptly():
             crew.all(Worker.tell, "soon")
         crew.all(Worker.tell, "later")
-        threading.Event().wait(patience(0.4))
+        time.sleep(1.5 * timeout)
         return crew.all(Worker.tell, "at last")
 
-    (answers, _), *_ = on_ranks(work, timeout=patience(0.2))
+    (answers, _), *_ = on_ranks(work, timeout=timeout)
     assert [word for _, word in answers] == ["at last"] * RANKS
 
 

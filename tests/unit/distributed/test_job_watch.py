@@ -117,8 +117,11 @@ def test_a_signal_is_heard_at_once_until_the_watch_is_closed(
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["reports", "fails"])
-def test_who_reports_or_fails_wakes_the_watch_at_once_which_then_looks_often(fails: bool) -> None:
+def test_who_reports_or_fails_wakes_the_watch_at_once_which_then_looks_often(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer's report comes within a turn."""
+    monkeypatch.setattr(fate, "SECONDS_TO_RAISE", 600.0)  # for which it would speak itself
     job = Job(kind=CalmFate)
     assert job.channel.all_posted.wait(10)
     if fails:

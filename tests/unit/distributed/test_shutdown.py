@@ -11,6 +11,7 @@ import threading
 import psutil
 import pytest
 
+from shardmlx.distributed import shutdown
 from shardmlx.distributed.shutdown import JobShutdown, absent_before_start
 from shardmlx.distributed.signals import Signals
 from shardmlx.errors import UserError
@@ -29,7 +30,10 @@ def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> 
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_echoes_a_failure_lets_lower_ranks_speak(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "turn", lambda rank: rank * 1.0)
     ending = JobShutdown(50)
     threading.Timer(0.05, ending.reported.set).start()
     assert not ending.report(RuntimeError("nothing came"))

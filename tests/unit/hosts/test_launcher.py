@@ -22,7 +22,7 @@ from shardmlx.common.environment import SAVED
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.distributed.processes import process_state
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
-from shardmlx.hosts import supervisor
+from shardmlx.hosts import login_faults, supervisor
 from shardmlx.hosts.launch_options import entries, read_options, replaced
 from shardmlx.hosts.launcher import Launcher
 from shardmlx.hosts.output_relay import SaidByRank0
@@ -151,6 +151,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
+    # Each host's answer is a Python of its own, which is slow to start on a busy machine.
+    monkeypatch.setattr(login_faults, "SECONDS_TO_ANSWER", 120.0)
     lab = Lab(tmp_path)
     lab.write("mpirun", MPIRUN)
     lab.write("agent", AGENT)
@@ -200,7 +202,11 @@ def test_what_mpirun_leaves_behind_here_is_ended(lab: Lab) -> None:
     login = f"sh -c 'echo $$ > login; while :; do sleep 0.1; done' {name} > /dev/null 2>&1 &"
     lab.ends(f"{login} until test -s login; do sleep 0.05; done; {WELL}")
     assert lab.launcher().run() == 0
-    assert process_state(int((lab.path / "login").read_text())) == "gone"
+    pid = int((lab.path / "login").read_text())
+    end = time.monotonic() + patience(10)
+    while process_state(pid) != "gone":
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("words", [("train", "--data", "nowhere"), ("doctor",), ("generate",)])
@@ -627,7 +633,13 @@ def test_ctrl_z_as_mpirun_starts_stops_the_ranks_as_well(tmp_path: Path) -> None
 
 
 WRITES = "touch up\ni=0; while [ $i -lt {} ]; do echo step $i; i=$((i + 1)); sleep 0.02; done\n"
-COMES_TO_ITS_END = WRITES.format(50) + WELL + "; echo done > signals"
+COMES_TO_ITS_END = (
+    WRITES.format(5)
+    + "until [ -e closed ]; do sleep 0.02; done\n"
+    + WRITES.format(5)
+    + WELL
+    + "; echo done > signals"
+)
 
 
 @pytest.mark.parametrize(
@@ -651,7 +663,8 @@ def test_a_reader_that_goes_away_stops_the_ranks_in_order_but_not_with_nohup(
             if line == "step 3\n":
                 break
         process.stdout.close()
-        assert process.wait(30) == status
+        (lab.path / "closed").touch()
+        assert process.wait(patience(30)) == status
     assert (lab.path / "signals").read_text() == heard
 
 
@@ -716,11 +729,13 @@ def started(
             process.kill()
 
 
-@pytest.mark.parametrize(("job", "status"), [("exec sleep 60", 143), ("sleep 1.5; exit 3", 3)])
+@pytest.mark.parametrize(
+    ("job", "status"), [("exec sleep 60", 143), ("sleep 8 & sleep 2.5; exit 3", 3)]
+)
 def test_an_mpirun_whose_ranks_are_gone_is_ended(
     job: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SECONDS_ALONE", 1.0)
+    monkeypatch.setattr(supervisor, "SECONDS_ALONE", 2.0)
     said = SaidByRank0(tmp_path / "status")
     assert Supervisor().run(["sh", "-c", job], said).status == status
 

@@ -36,6 +36,9 @@ TOKENS = 256
 LAYER_BYTES = 2 * 4 * TOKENS * 32 * 4
 """Of one sequence's keys and values, in float32."""
 
+OF_OTHERS = 2 * 16384
+"""Bytes that threads of earlier tests may have more or less meanwhile: of a page or two."""
+
 
 def without_weights(config: dict[str, Any], dtype: str) -> ModelSizes:
     shape = read_shape(config)
@@ -75,8 +78,7 @@ def test_sequences_that_end_move_layer_by_layer(
     caches.keep(keeping(*kept))
     caches.drop(dropped)
     assert mx.get_peak_memory() <= before + 4.25 * LAYER_BYTES
-    # Threads of earlier tests may have more or less meanwhile.
-    assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= 2 * 16384
+    assert abs(mx.get_active_memory() - before - added * LAYERS * LAYER_BYTES) <= OF_OTHERS
     for sequence in kept:
         (row,) = {float(layer.keys.max()) for layer in caches.of(Prefill(sequence, 1))}
         assert row == sequence
@@ -93,7 +95,7 @@ def test_a_state_that_leaves_its_group_holds_none_of_the_others() -> None:
     before = mx.get_active_memory()
     caches.keep(keeping(3))
     caches.drop((0, 1, 2, 4, 5, 6, 7))
-    assert before - mx.get_active_memory() == 7 * 4 * 64 * 256 * 4
+    assert abs(before - mx.get_active_memory() - 7 * 4 * 64 * 256 * 4) <= OF_OTHERS
     ((kept,),) = caches._alone.values()
     assert mx.all(kept[0] == 3)
 

@@ -224,8 +224,8 @@ def connected(hub: RunningHub) -> socket.socket:
 def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_api, "SECONDS_OF_SILENCE", 0.2)
     with clients(tmp_path) as (hub, _, _ben), closing(connected(hub)) as connection:
+        monkeypatch.setattr(hub_api, "SECONDS_OF_SILENCE", 0.2)
         head = [
             "PUT /fragments/0/reports/1-0?rows=1&tokens=1 HTTP/1.1",
             *("Host: localhost", f"Authorization: Bearer {hub.tokens['ann']}"),

@@ -37,6 +37,7 @@ from tests.helpers.islands import (
     weights_of,
 )
 from tests.helpers.local_transport import LocalNetwork, alone
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -195,8 +196,8 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
 
     monkeypatch.setattr(Hub, "put", put_unheard)
     with ExitStack() as stack:
-        hub = stack.enter_context(lab.hub(made, outer_optimizer="average"))
-        port = int(hub.url.rpartition(":")[2])
+        port = free_port()  # which nobody else gets meanwhile
+        hub = stack.enter_context(lab.hub(made, port=port, outer_optimizer="average"))
 
         def listen(event: str, values: Mapping[str, Any]) -> None:
             if event == "train" and values["step"] == H + 1:

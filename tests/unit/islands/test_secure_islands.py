@@ -4,7 +4,7 @@ where one of them drops out."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("cryptography", reason="needs cryptography: pip install '.[privacy]'")
 
 from shardmlx.errors import UserError
+from shardmlx.islands import hub_link
 from shardmlx.islands.client import Hub
 from shardmlx.islands.hub_options import HubOptions
 from shardmlx.islands.protocol import Refusal, report_path
@@ -32,6 +33,7 @@ from tests.helpers.islands import (
     use_tokens,
     weights_of,
 )
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -122,6 +124,14 @@ class Vanishing:
             self._client.put(f"{self._path}&attempt={attempt}", masked)
 
 
+def until_all_speak(hub: RunningHub, islands: Collection[str]) -> None:
+    """Wait until all these islands have told their first message of a sum."""
+    secure = hub.rounds.secure
+    assert secure is not None
+    while secure._sum is None or not secure._sum.reports.keys() >= {*islands}:
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("last", "counts"), [("keys", False), ("shares", False), ("numbers", True)]
 )
@@ -132,6 +142,7 @@ def test_an_island_that_drops_out_counts_once_its_numbers_have_come(
     made = islands_of(small, tmp_path, 3, iters=H, **LORA)
     rows = dict.fromkeys(made, H * 2)
     others = sum(rows.values())
+    monkeypatch.setattr(hub_link, "PATIENCE", 600.0)  # for a deadline of a busy machine
     with secure_hub(
         tmp_path / "hub", "ann,bob,cem,dia", monkeypatch, deadline=patience(6.0)
     ) as hub:
@@ -139,6 +150,7 @@ def test_an_island_that_drops_out_counts_once_its_numbers_have_come(
 
         def vanish() -> None:
             dia.join()
+            until_all_speak(hub, made)
             dia.run()
 
         with ThreadPoolExecutor(1) as pool:
@@ -162,17 +174,14 @@ def test_a_hub_that_starts_anew_in_the_middle_of_a_sum_loses_none(
     """The islands begin another sum with the same differences."""
     made = islands_of(small, tmp_path, 2, iters=H, **LORA)
     rows = dict.fromkeys(made, H * 2)
-    port = 0
+    port = free_port()  # which nobody else gets meanwhile
+    monkeypatch.setattr(hub_link, "PATIENCE", 600.0)  # for a deadline of a busy machine
     with ThreadPoolExecutor(1) as pool:
-        with secure_hub(tmp_path / "hub", "ann,bob,dia", monkeypatch) as hub:
+        with secure_hub(tmp_path / "hub", "ann,bob,dia", monkeypatch, port=port) as hub:
             dia = Vanishing(hub, "keys")
-            port = int(hub.url.rpartition(":")[2])
             training = pool.submit(train_islands, hub, made, {})
             dia.join()  # which never speaks, and so keeps the sum from going on
-            secure = hub.rounds.secure
-            assert secure is not None
-            while secure._sum is None or len(secure._sum.reports) < 2:
-                time.sleep(0.02)
+            until_all_speak(hub, made)
         with running_hub(
             tmp_path / "hub", "ann,bob,dia", port=port, deadline=patience(3.0), **SECURE
         ) as again:

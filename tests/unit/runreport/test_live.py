@@ -122,7 +122,8 @@ def test_who_hangs_holds_up_neither_the_run_nor_others(page: LivePage) -> None:
         assert select.select(hanging, [], [], 0)[0] == [], "the page has waited for their end"
 
 
-def test_an_open_page_learns_of_the_end() -> None:
+def test_an_open_page_learns_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "SECONDS_TO_TELL", 60.0)
     page = LivePage(bind("127.0.0.1", 0))
     tell(page, *story()[:3])
     heard: list[Any] = []

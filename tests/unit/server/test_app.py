@@ -209,11 +209,12 @@ class Unhurried(Parrot):
 def test_a_stream_lives_while_the_tokens_of_a_call_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.1)
     tool = {"type": "function", "function": LOOK}
-    body = {"messages": [{"role": "user", "content": CALL}], "tools": [tool], "stream": True}
+    call = CALL.replace("sea", 100 * "sea")  # so long that the server sees it grow
+    body = {"messages": [{"role": "user", "content": call}], "tools": [tool], "stream": True}
     with serving(parrot=Unhurried(), encoder=Agent()) as server:
         said = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).text
-    before, call, _ = said.partition('"tool_calls": [{')
-    assert call
+    before, made, _ = said.partition('"tool_calls": [{')
+    assert made
     assert ": still here" in before.rpartition('"content": "k"')[2]
 
 

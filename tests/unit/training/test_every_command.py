@@ -27,7 +27,7 @@ from shardmlx.hosts import doctor_mpi
 from shardmlx.inference import generate
 from shardmlx.islands.client import TOKEN
 from shardmlx.training.command import train_model
-from testbed.jobs import SECONDS_TO_END
+from testbed.jobs import SECONDS_TO_END, patience
 from testbed.rows import write
 from testbed.small_models import small_directory
 from tests.helpers.commands import at_calls, commands, failing_at
@@ -255,9 +255,9 @@ def failed(work: Work, command: str, rank: int, error: Exception) -> list[BaseEx
     network.abort()  # here the threads that write checkpoints do not end with a process
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
-            thread.join(SECONDS_TO_END)
+            thread.join(patience(SECONDS_TO_END))
     for start in began:
-        assert ended - start < SECONDS_TO_END
+        assert ended - start < patience(SECONDS_TO_END)
     return errors
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shardmlx.api.requests import Request, SamplePrompt, SavedState
 from shardmlx.api.sampling import Sampler
 from shardmlx.api.service import TrainService
 from shardmlx.server.tinker import desk
+from testbed.jobs import patience
 from tests.helpers.loops import ATTENTION, MLP, RATE, on_ranks, oracle
 from tests.helpers.tinker_serving import KEY, MODEL, data_of, sdk, serving_service, serving_tinker
 
@@ -66,14 +67,20 @@ class Watched:
 
 def until_idle(sampler: Sampler) -> None:
     """Wait until nothing is sampled."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + patience(SECONDS)
     while not sampler.is_idle:
         assert time.monotonic() < end, "it goes on to sample"
         time.sleep(0.01)
 
 
-def losses_of(client: tinker.ServiceClient, watched: Watched, killed: subprocess.Popen[str]) -> Any:
-    """The losses of steps of a client, while another is killed in the midst of a sample."""
+def losses_of(
+    client: tinker.ServiceClient,
+    watched: Watched,
+    killed: subprocess.Popen[str],
+    shorten_silence: Callable[[], None],
+) -> Any:
+    """The losses of steps of a client, while another is killed in the midst of a sample. Until then
+    silence is long: a client that lives and waits for its sample says nothing either."""
     model = client.create_lora_training_client(MODEL, rank=4, seed=0).result()
     adam = types.AdamParams(learning_rate=RATE, weight_decay=0.01, grad_clip_norm=2.0)
     losses = []
@@ -82,10 +89,11 @@ def losses_of(client: tinker.ServiceClient, watched: Watched, killed: subprocess
         model.optim_step(adam).result()
         losses.append(loss.result().metrics["loss:sum"])
         if step == 0:
-            assert watched.has_sample.wait(SECONDS), killed.communicate(timeout=1)
+            assert watched.has_sample.wait(patience(SECONDS)), "no sample of the other client"
             assert not watched.samples[0].done()
             killed.send_signal(signal.SIGKILL)
-    assert watched.has_ended.wait(SECONDS), "the sample of a dead client goes on"
+            shorten_silence()
+    assert watched.has_ended.wait(patience(SECONDS)), "the sample of a dead client goes on"
     return losses
 
 
@@ -93,8 +101,10 @@ def test_the_samples_of_a_client_that_is_killed_end_and_others_curves_are_undist
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "SECONDS_BETWEEN_LOOKS", SILENCE / 4)
-    monkeypatch.setattr(desk, "SECONDS_TO_MAKE_ROOM", SILENCE)
     found: list[Any] = []
+
+    def shorten_silence() -> None:
+        monkeypatch.setattr(desk, "SECONDS_TO_MAKE_ROOM", SILENCE)
 
     def work(loop: TrainClient) -> bool:
         service = loop.service
@@ -108,7 +118,7 @@ def test_the_samples_of_a_client_that_is_killed_end_and_others_curves_are_undist
                 def ask() -> None:
                     try:
                         with sdk(address) as client:
-                            found.append(losses_of(client, watched, killed))
+                            found.append(losses_of(client, watched, killed, shorten_silence))
                         until_idle(sampler)
                     finally:
                         killed.kill()
@@ -145,5 +155,6 @@ def test_a_client_that_is_heard_again_is_told_to_repeat_its_sample(
         target = {"sampling_session_id": name, "cloned_sampler_id": 0}
         ended = served.post("retrieve_futures", {"target": target, "prev_cursor": 0}).json()
         assert [each["request_id"] for each in ended["completions"]] == [asked["request_id"]]
+        monkeypatch.setattr(desk, "SECONDS_TO_MAKE_ROOM", 3600.0)
         served.service.holds.set()
         assert served.result(served.post("asample", sample)).status_code == 200

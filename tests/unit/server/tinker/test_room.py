@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shardmlx.server.tinker import desk
+from shardmlx.server.tinker.sessions import Registry, Session
 from tests.helpers.one_process_service import MOST_SNAPSHOTS
 from tests.helpers.tinker_serving import MODEL, serving_tinker
 
@@ -32,10 +35,19 @@ def test_a_client_that_is_silent_for_long_loses_its_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(desk, "SECONDS_BETWEEN_LOOKS", SILENCE / 4)
+    is_made = threading.Event()
+    silent = Registry.silent
+
+    def silent_once_made(registry: Registry, *given: float) -> Sequence[Session]:
+        return silent(registry, *given) if is_made.is_set() else []
+
+    monkeypatch.setattr(Registry, "silent", silent_once_made)
     # Of this server alone: the one of all these tests would end its own client's session.
     with serving_tinker(tmp_path, seconds_of_silence=SILENCE) as served:
         lost = served.new_model()
+        is_made.set()
         served.until(lambda: served.post("get_info", {"model_id": lost}).status_code == 404)
+        is_made.clear()
         assert served.new_model() != lost
 
 
