@@ -133,6 +133,17 @@ def test_a_rank_that_is_silent_for_the_limit_is_lost_and_its_last_activity_named
     assert played(fate, failed) == [(63.5, Do.GIVE_UP)]
 
 
+def test_a_rank_looks_often_in_the_last_period_of_a_silence() -> None:
+    """A wait of its main thread may end a second after the limit, and name another rank."""
+    fate = fate_of()
+    played(fate, looks(0, 60 - 2 * PERIOD, alive=(2,)))
+    assert fate.pause == PERIOD
+    played(fate, looks(60 - PERIOD, 60 - PERIOD, alive=(2,)))
+    assert fate.pause == HURRY
+    played(fate, [(59.6, heard(1, Beat("step 3")))], [(59.6, LOOK)])
+    assert fate.pause == PERIOD
+
+
 def test_a_rank_is_in_doubt_before_it_is_lost_and_no_more_when_it_is_heard() -> None:
     fate = fate_of()
     stopped = {1: "stopped"}
