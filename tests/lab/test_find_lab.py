@@ -49,7 +49,7 @@ def announcing(lab: Lab, *hosts: str) -> Iterator[None]:
 
 
 def find(lab: Lab, host: str, *options: str) -> Job:
-    program = DOCTOR.format(seconds=patience(SECONDS_TO_HEAR))
+    program = DOCTOR.format(seconds=max(SECONDS_TO_HEAR, patience(SECONDS_TO_HEAR / 2)))
     doctor = (sys.executable, "-c", program, "--find", "--ssh-command", lab.agent)
     return mpirun(2, command=lab.command(host, *doctor, *options))
 

@@ -138,7 +138,7 @@ def test_kills_stops_and_sleep_between_numbers_of_two_systems(
             if runs.saves_again():
                 lab.cut("mac2")
 
-        job = runs.run(fall_asleep, timeout=math.ceil(patience(20)))
+        job = runs.run(fall_asleep, timeout=max(20, math.ceil(patience(10))))
         line = job.failure(1)
         assert "rank 1 on mac2" in line
         # All steps since a checkpoint, if the link was cut while the next one was written.

@@ -54,7 +54,7 @@ MPITransport(timeout=float(os.environ["SECONDS"]))
 
 def test_a_host_whose_rank_does_not_come_to_mpi_is_named(lab: Lab) -> None:
     """Its Python may load for long, or hang. MPI_Init waits for it, and says nothing."""
-    timeout = 2 * min(30, math.ceil(patience(4)))
+    timeout = 2 * min(30, max(4, math.ceil(patience(2))))
     job = mpirun(2, command=lab.mpirun(2, "-c", LATE), env={"SECONDS": str(timeout)})
     said = job.failure(1)
     late = "starting MPI: rank 1 on mac2 did not come within"

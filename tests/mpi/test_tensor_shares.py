@@ -273,7 +273,7 @@ def test_a_rank_of_a_group_that_dies_or_stops(
         "generate": ("--prompt", PROMPT, "--max-tokens", "50"),
         "evaluate": ("--data", pirate, "--batch-size", "1"),
     }
-    timeout = math.ceil(max(8, patience(4))) if how == "stop" else 60  # MPI must start, too
+    timeout = math.ceil(max(8, patience(2))) if how == "stop" else 60  # MPI must start, too
     job = mpirun(
         2,
         *(PROGRAMS / "dying_rank.py", how, command, "--model", small, *work[command]),
