@@ -773,6 +773,23 @@ def test_an_mpirun_of_several_hosts_whose_rank_0_is_gone_is_ended(
     assert (tmp_path / "status.over").exists()
 
 
+def test_a_job_whose_first_rank_begins_while_hosts_are_asked_goes_on(tmp_path: Path) -> None:
+    """The question takes what is left of the limit."""
+    status, asked = tmp_path / "status", tmp_path / "asked"
+
+    def explain(seconds: float) -> list[str]:
+        asked.touch()
+        _wait_for(status)
+        time.sleep(1.5)
+        return []
+
+    begins = f"until [ -e {asked} ]; do sleep 0.02; done; printf begun$$ > {status}"
+    limit = StartLimit(2.0, explain)
+    job = ["sh", "-c", f"{begins}; sleep 4; exit 3"]
+    ended = Supervisor().run(job, SaidByRank0(status), limit=limit)
+    assert (ended.status, ended.too_late) == (3, False)
+
+
 def test_the_status_that_rank_0_leaves_is_the_job_s(lab: Lab) -> None:
     lab.ends('printf 2 > "$OMPI_SHARDMLX_LAUNCHED"; exit 143')
     assert lab.launcher().run() == 2
