@@ -241,15 +241,13 @@ def _environment(mark: str) -> dict[str, str]:
 
 
 def _lives(pid: int) -> bool:
-    """Tell whether a process has not ended, or still holds what it had opened."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return False
-    except OSError:  # without /proc, as on a Mac, it may be one that only waits for its parent
-        return False
-    return state not in "ZX"
+    """Tell whether a process still holds what it had opened: until its last thread has ended, which
+    may be after its first. Linux only."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+                return True
+    return False
 
 
 def _marked(mark: str) -> list[int]:
