@@ -147,12 +147,12 @@ class _Running:
                 began = time.monotonic()
                 lines = limit.explain(waited)
                 waited += time.monotonic() - began
-                if self.hangs and not self.ended.is_set():
-                    for line in lines:
-                        say_line(line)
-        if self.hangs and not self.ended.is_set():  # a rank may have begun during the explanation
-            self.too_late = True
-            self.end()
+                if self.ended.is_set() or not self.hangs:  # it took long, and a rank has begun
+                    return
+                for line in lines:
+                    say_line(line)
+        self.too_late = True
+        self.end()
 
 
 class Supervisor:
