@@ -110,6 +110,8 @@ def test_load_counts_texts_from_their_first_piece() -> None:
         await asyncio.gather(*map(text_of, answers))
         assert (*service.load, service.kept_tokens) == (0, 0, 7)
 
+    fresh = RequestQueue(1)
+    assert (*fresh.load, fresh.kept_tokens) == (0, 0, 0)
     run(session, Parrot(at_once=1, steps=1))
 
 
