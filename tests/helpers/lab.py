@@ -44,3 +44,17 @@ def write_hosts(lab: Lab, pythons: Mapping[str, Path]) -> None:
     """Write the hostfile of the first host: a rank on each, with the Python of that host."""
     lines = [f"{host} slots=1  # python={python}\n" for host, python in pythons.items()]
     (lab.home(next(iter(pythons))) / "hosts").write_text("".join(lines))
+
+
+def doctor_with(constants: Mapping[str, float], *words: str) -> tuple[str, ...]:
+    """Return the command of ``shardmlx doctor WORDS`` with other constants of modules of its hosts,
+    as ``login_faults.SECONDS_TO_ANSWER``: machines that share two cores need longer."""
+    modules = dict.fromkeys(name.partition(".")[0] for name in constants)
+    lines = [
+        "import sys",
+        f"from shardmlx.hosts import {', '.join(modules)}",
+        "from shardmlx.main import main",
+        *(f"{name} = {value}" for name, value in constants.items()),
+        'sys.exit(main(["doctor", *sys.argv[1:]]))',
+    ]
+    return (sys.executable, "-c", "\n".join(lines), *words)

@@ -16,18 +16,11 @@ from shardmlx.planning.facts.hostfile import read_hostfile
 from testbed.hosts import Lab
 from testbed.jobs import Job, patience
 from tests.helpers import announcer
+from tests.helpers.lab import doctor_with
 from tests.helpers.mpirun import mpirun
 
 NAMES = "127.0.0.1 localhost\n10.77.0.1 mac1 mac1.local\n10.77.0.2 mac2 mac2.local\n"
 """As Macs resolve them, by the same announcements."""
-
-DOCTOR = """\
-import sys
-from shardmlx.hosts import doctor_find
-from shardmlx.main import main
-doctor_find.SECONDS_TO_HEAR = {seconds}
-sys.exit(main(["doctor", *sys.argv[1:]]))
-"""
 
 LONGEST = 15.0
 """Seconds to find, ask and connect, on a busy machine."""
@@ -49,9 +42,10 @@ def announcing(lab: Lab, *hosts: str) -> Iterator[None]:
 
 
 def find(lab: Lab, host: str, *options: str) -> Job:
-    program = DOCTOR.format(seconds=max(SECONDS_TO_HEAR, patience(SECONDS_TO_HEAR / 2)))
-    doctor = (sys.executable, "-c", program, "--find", "--ssh-command", lab.agent)
-    return mpirun(2, command=lab.command(host, *doctor, *options))
+    seconds = max(SECONDS_TO_HEAR, patience(SECONDS_TO_HEAR / 2))
+    words = ("--find", "--ssh-command", str(lab.agent), *options)
+    doctor = doctor_with({"doctor_find.SECONDS_TO_HEAR": seconds}, *words)
+    return mpirun(2, command=lab.command(host, *doctor))
 
 
 def test_hosts_find_each_other_and_launch_reads_what_is_written(lab: Lab) -> None:

@@ -8,16 +8,9 @@ from pathlib import Path
 
 from testbed.hosts import TMP, Lab, hosts
 from testbed.jobs import patience
+from tests.helpers.lab import doctor_with
 from tests.helpers.mpirun import mpirun
 from tests.helpers.sshd import give_shell, logins, require
-
-DOCTOR = """\
-import sys
-from shardmlx.hosts import login_faults
-from shardmlx.main import main
-login_faults.SECONDS_TO_ANSWER = login_faults.SECONDS_FOR_TRIALS = {seconds}
-sys.exit(main(["doctor", "--ssh", "--hostfile", "hosts"]))
-"""
 
 SCRIPTS = {
     "mac2": "printf '\\033]0;mac2\\a'; read line",  # a title, and a question
@@ -52,8 +45,10 @@ def test_the_check_names_what_keeps_mpirun_from_a_host(tmp_path: Path) -> None:
         lines = [f"{host} slots=1\n" for host in lab.hosts[:-1]]
         lines.append("mac10 port=2222 slots=1\n")
         (lab.home("mac1") / "hosts").write_text("".join(lines))
-        program = DOCTOR.format(seconds=max(8.0, patience(4.0)))  # the hosts share two cores
-        job = mpirun(1, command=lab.command("mac1", sys.executable, "-c", program)).well()
+        limits = ("login_faults.SECONDS_TO_ANSWER", "login_faults.SECONDS_FOR_TRIALS")
+        constants = dict.fromkeys(limits, max(8.0, patience(4.0)))
+        doctor = doctor_with(constants, "--ssh", "--hostfile", "hosts")
+        job = mpirun(1, command=lab.command("mac1", *doctor)).well()
     for host, problem in EXPECTED.items():
         assert f"warning: {host}: {problem}" in job.stdout or (
             host == "mac8" and "warning: mac8: no login (root@mac8: Permission denied" in job.stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.jobs import AFTER_A_KILL, ranks_command
+from testbed.small_models import small_directory
 from tests.helpers.terminals import Terminal
 
 MOST = 2048
@@ -23,14 +22,12 @@ MPIRUN = ranks_command(1, "-m", "shardmlx.chat")
 
 
 @pytest.fixture
-def options(small: Path, tmp_path: Path) -> list[str]:
+def options(small_tokenizer: Path, tmp_path: Path) -> list[str]:
     """Those of a model that may hold several whole answers: what was cut counts for more, since
     each piece of a character becomes tokens of its own."""
-    model = tmp_path / "model"
-    shutil.copytree(small, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8 * MOST}))
-    sizes = ["--max-tokens", str(MOST), "--cache-tokens", str(8 * MOST)]
+    positions = 8 * MOST
+    model = small_directory(tmp_path / "model", small_tokenizer, max_position_embeddings=positions)
+    sizes = ["--max-tokens", str(MOST), "--cache-tokens", str(positions)]
     return ["--model", str(model), *sizes, "--timeout", "20"]
 
 

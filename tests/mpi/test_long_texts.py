@@ -5,8 +5,6 @@ That they leave the losses as they are is in ``tests/unit/training/test_pieces.p
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,15 @@ import pytest
 from testbed.cgroups import memory_cgroups
 from testbed.jobs import ranks_command
 from testbed.runs import in_file
+from testbed.small_models import small_directory
 from tests.helpers.mpirun import mpirun
 
 WHOLE = {"attention_chunk": "off", "loss_chunk": "off"}
 
 
 @pytest.fixture
-def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
-    model = tmp_path / "model"
-    shutil.copytree(small, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+def long_run(small_tokenizer: Path, tmp_path: Path) -> list[str | Path]:
+    model = small_directory(tmp_path / "model", small_tokenizer, max_position_embeddings=4096)
     text = " ".join(["The ship sails on"] * 700)
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 4)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardmlx.common import http_listener, uvicorn_thread
 from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both, trusted_hosts
@@ -31,6 +31,18 @@ from tests.helpers.refusals import refusal
 def connected(server: Serving) -> Iterator[socket.socket]:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         yield connection
+
+
+@contextmanager
+def asked_early(app: ASGIApp) -> Iterator[socket.socket]:
+    """A client whose request is there before the server of ``app`` has started."""
+    listener = bind("127.0.0.1", 0)
+    with socket.create_connection(listener.getsockname()[:2], timeout=30) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        server = HttpServer(app, listener, no_http={})
+        server.start()
+        yield connection
+        server.stop(5)
 
 
 def head(path: str, *lines: str) -> bytes:
@@ -228,14 +240,9 @@ def test_a_slow_answer_is_no_slow_request(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.sleep(0.2)
         await no_content(scope, receive, send)
 
-    listener = bind("127.0.0.1", 0)
-    with socket.create_connection(listener.getsockname()[:2], timeout=30) as connection:
-        # Before the server accepts: the head's time counts from then.
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        server = HttpServer(slow, listener, no_http={})
-        server.start()
+    # A head's time counts from when the server accepts: this one has come by then.
+    with asked_early(slow) as connection:
         assert until(connection, b"\r\n").startswith(b"HTTP/1.1 204 ")
-        server.stop(5)
 
 
 def test_what_is_no_http_is_refused_and_a_huge_head_too() -> None:
@@ -434,13 +441,8 @@ def test_names_are_checked_where_only_this_machine_is_meant() -> None:
 
 
 def test_who_connects_before_the_server_has_started_waits() -> None:
-    listener = bind("127.0.0.1", 0)
-    with socket.create_connection(listener.getsockname()[:2], timeout=30) as early:
-        early.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        server = HttpServer(no_content, listener, no_http={})
-        server.start()
+    with asked_early(no_content) as early:
         assert until(early, b"\r\n").startswith(b"HTTP/1.1 204 ")
-        server.stop(5)
 
 
 def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
