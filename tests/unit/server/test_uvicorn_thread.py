@@ -41,8 +41,10 @@ def asked_early(app: ASGIApp) -> Iterator[socket.socket]:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         server = HttpServer(app, listener, no_http={})
         server.start()
-        yield connection
-        server.stop(5)
+        try:
+            yield connection
+        finally:
+            server.stop(5)
 
 
 def head(path: str, *lines: str) -> bytes:
